@@ -123,8 +123,8 @@ def run_filter_job() -> None:
     from rlkv.data.filter import STATUSES, FilterConfig, run_filter
     from rlkv.utils.runtime import leave_launcher
 
-    config = parse(FilterConfig, FILTER).of_process(*leave_launcher()).resolved()
-    result = run_filter(config)
+    result = run_filter(parse(FilterConfig, FILTER).of_process(*leave_launcher()))
+    config = result.config
     if result.report is None:
         total = config.shard.partition("/")[2]
         listed = ", ".join(f"{i}/{total} ({n} problems)" for i, n in result.open_shards.items())

@@ -16,17 +16,13 @@ from rlkv.models.shape import short_name
 
 
 def curriculum_folder(model: str) -> Path:
-    """Where the filter writes the curriculum of ``model`` by default, and where the packaged
-    configs look for it.
-    """
+    """Return where the filter writes the curriculum of ``model``, and where training looks."""
     return Path("results") / f"curriculum_{short_name(model)}"
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Outputs of more than ``low`` and at most ``high`` tokens, of which ``wanted`` are to be
-    sampled.
-    """
+    """Outputs of more than ``low`` and at most ``high`` tokens, to sample ``wanted`` from."""
 
     low: int
     high: int
@@ -59,13 +55,16 @@ SMOL_BUCKETS = (
     Bucket(220, 280, 40),
     Bucket(280, 448, 40),
 )
-TINY_BUCKETS = (Bucket(0, 64, 60), Bucket(64, 128, 60), Bucket(128, 256, 60), Bucket(256, 440, 60))
+TINY_BUCKETS = (
+    Bucket(0, 64, 60),
+    Bucket(64, 128, 60),
+    Bucket(128, 256, 60),
+    Bucket(256, 440, 60),
+)
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
-    """Buckets written as ``LOW-HIGH:COUNT,...``, for instance ``0-64:40,64-128:40``.
-
-    In ascending order.
+    """Parse buckets written as ``LOW-HIGH:COUNT,...`` and return them in ascending order.
 
     Raises:
         ValueError: if the text is of another form, or buckets are impossible or overlap.
@@ -102,8 +101,11 @@ class BucketFill:
 
 @dataclass(frozen=True)
 class Selection:
-    """``chosen`` maps the index of a problem to the name of the bucket that its own length falls
-    into.
+    """What was sampled.
+
+    Attributes:
+        chosen: index of a problem -> name of the bucket that its own length falls into.
+        outside: outputs that fall into no bucket.
     """
 
     chosen: dict[int, str]
@@ -114,22 +116,23 @@ class Selection:
 def select(
     lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill_short: bool = False
 ) -> Selection:
-    """Sample per bucket from ``lengths`` (problem index -> output tokens), the same for the same
-    arguments.
+    """Sample per bucket from ``lengths`` (problem index -> output tokens).
 
-    A bucket with too few gives all it has.  With ``fill_short``, what is missing is then taken from
-    what the nearest buckets have left over.  ``outside`` counts outputs that fall into no bucket.
+    The same arguments give the same sample.  A bucket with too few gives all it has.  With
+    ``fill_short``, what is missing is then taken from what the nearest buckets have left over.
     """
     pools = {bucket: [i for i in sorted(lengths) if bucket.holds(lengths[i])] for bucket in buckets}
     available = {bucket: len(pool) for bucket, pool in pools.items()}
     chosen: dict[int, str] = {}
 
     def take(bucket: Bucket, number: int) -> int:
-        taken, pools[bucket] = pools[bucket][:number], pools[bucket][number:]
+        taken = pools[bucket][:number]
+        del pools[bucket][:number]
         chosen.update(dict.fromkeys(taken, bucket.name))
         return len(taken)
 
-    taken, filled = {}, dict.fromkeys(buckets, 0)
+    taken = {}
+    filled = dict.fromkeys(buckets, 0)
     for bucket, pool in pools.items():
         # a generator per bucket: changing one bucket leaves the draws of the others as they were
         random.Random(f"rlkv-curriculum-{seed}-{bucket.name}").shuffle(pool)

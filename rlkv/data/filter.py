@@ -1,4 +1,4 @@
-"""The whole filter job behind ``rlkv-filter``: load, decode and verify, merge, sample, write."""
+"""The job behind ``rlkv-filter``: decode problems, verify the outputs, sample by their length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlkv.data.curriculum import (
     PAPER_BUCKETS,
@@ -29,126 +29,71 @@ from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import RolloutEngine, SamplingParams
-from rlkv.rollout.footprint import MEAN_LENGTH, NAMES, Footprint, card_of, rough
+from rlkv.rollout.footprint import (
+    DEFAULT_KV_GIB,
+    GIB,
+    MEAN_LENGTH,
+    NAMES,
+    Footprint,
+    card_of,
+    free_memory,
+    rough,
+)
 from rlkv.smol import MAX_NEW_TOKENS
 from rlkv.utils.files import atomic_path, write_json, write_jsonl, write_text
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.runtime import digest, hardware_line, provenance, require
-from rlkv.utils.store import Row, check_results, check_settings, iter_rows, open_store
+from rlkv.utils.store import (
+    ResultStore,
+    Row,
+    check_results,
+    iter_shards,
+    open_store,
+    shard_file,
+)
 from rlkv.verifier import Verifier, extract_answer, reference_answer
 from rlkv.vllm.plugin import check_vllm_options, choose_engine
 
-if TYPE_CHECKING:
-    from rlkv.rollout.base import RolloutEngine
-    from rlkv.rollout.footprint import Footprint
-
-SKIPPED, MISSING = "skipped", "missing"
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output; ``truncated`` if it was cut at the token limit."""
-
-    text: str
-    tokens: int
-    truncated: bool
-
-
-class EngineDecoder:
-    """Greedy decoding; problems whose prompt leaves no room for ``max_new_tokens`` are skipped."""
-
-    def __init__(
-        self, engine: RolloutEngine, template: str, max_new_tokens: int, max_length: int
-    ) -> None:
-        """``max_length`` bounds prompt and completion together, in addition to the model's own
-        limit.
-        """
-        self.engine, self.template = engine, template
-        self.sampling = SamplingParams(max_new_tokens)
-        limit = min(max_length, engine.max_positions)
-        self.max_prompt = limit - max_new_tokens
-        if self.max_prompt < 1:
-            raise ValueError(
-                f"max_new_tokens {max_new_tokens} leaves no room for a prompt in {limit} tokens "
-                "(the lesser of "
-                f"max_length {max_length} and the model's {engine.max_positions} positions): lower "
-                "--max-new-tokens"
-            )
-
-    def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        prompts = [
-            render_prompt(self.engine.tokenizer, problem.problem, self.template)
-            for _, problem in problems
-        ]
-        fitting = []
-        for row, length in enumerate(self.engine.prompt_lengths(prompts)):
-            if length <= self.max_prompt:
-                fitting.append(row)
-            else:
-                yield problems[row][0], SKIPPED
-        for i, completion in self.engine.stream([prompts[row] for row in fitting], self.sampling):
-            output = Output(
-                completion.text, len(completion.token_ids), completion.finish_reason == "length"
-            )
-            yield problems[fitting[i]][0], output
-
-
-class RecordedDecoder:
-    """Outputs that were decoded elsewhere, looked up by the text of the problem.
-
-    Where a problem occurs several times, its first occurrence gets the first recorded output, and
-    so on. Tokens are counted with ``tokenizer``, plus one for the end token that a recorded text
-    lacks; an output of more than ``max_new_tokens`` counts as truncated.
-    """
-
-    def __init__(
-        self, path: str, field: str, problems: list[Problem], tokenizer: Any, max_new_tokens: int
-    ) -> None:
-        """``problems``: all problems of the input.
-
-        ``ValueError`` if no output of the file belongs to any of them.
-        """
-        self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
-        recorded: dict[str, deque[str]] = defaultdict(deque)
-        for where, row in read_rows(path):
-            recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
-        self.texts = {
-            i: recorded[p.problem].popleft() for i, p in enumerate(problems) if recorded[p.problem]
-        }
-        if not self.texts:
-            raise ValueError(
-                f"no recorded output in {path} belongs to a problem of the input: the problem "
-                "texts differ"
-            )
-
-    def stream(self, problems: list[tuple[int, Problem]]) -> Iterator[tuple[int, Output | str]]:
-        for index, _ in problems:
-            text = self.texts.get(index)
-            if text is None:
-                yield index, MISSING
-                continue
-            tokens = len(self.tokenizer(text, add_special_tokens=False).input_ids) + 1
-            yield index, Output(text, tokens, tokens > self.max_new_tokens)
-
-
-Decoder = EngineDecoder | RecordedDecoder
-
-Preset = dict[str, Any]
+# every loaded problem ends in exactly one of these
+STATUSES = {
+    "correct": "solved",
+    "wrong": "another answer than the right one",
+    "truncated": "output cut at the token limit",
+    "unparsable": "output without an answer",
+    "skipped": "prompt too long for the model",
+    "missing": "no recorded output",
+    "no_answer": "problem without a right answer",
+}
+SHARD = "shard"
+KEY = ("index",)
+REPORT = "report.json"
+CURRICULUM = ("curriculum.jsonl", "curriculum.parquet")
+COLUMNS = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
 DEFAULT_BATCH = 16  # problems decoded together, where no GPU says what fits
 
-
-def _preset(
-    input: str, max_length: int, max_new_tokens: int, template: str, buckets: tuple[Bucket, ...]
-) -> Preset:
-    sizes = {"max_length": max_length, "max_new_tokens": max_new_tokens}
-    return {"input": input, **sizes, "template": template, "buckets": tuple(map(str, buckets))}
-
-
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
-PAPER = _preset(HUB_DATASET, 8192, 7168, "rlkv", PAPER_BUCKETS)
-BUILT_IN = {
-    TINY: _preset(TINY, 1024, 440, "rlkv", TINY_BUCKETS),
-    SMOL: _preset(SMOL, 1024, MAX_NEW_TOKENS, "plain", SMOL_BUCKETS),
+PAPER: dict[str, Any] = {
+    "input": HUB_DATASET,
+    "max_length": 8192,
+    "max_new_tokens": 7168,
+    "template": "rlkv",
+    "buckets": PAPER_BUCKETS,
+}
+BUILT_IN: dict[str, dict[str, Any]] = {
+    TINY: {
+        "input": TINY,
+        "max_length": 1024,
+        "max_new_tokens": 440,
+        "template": "rlkv",
+        "buckets": TINY_BUCKETS,
+    },
+    SMOL: {
+        "input": SMOL,
+        "max_length": 1024,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "template": "plain",
+        "buckets": SMOL_BUCKETS,
+    },
 }
 
 
@@ -204,6 +149,7 @@ class FilterConfig(ModelOptions):
     """
 
     def check(self) -> None:
+        """Raise ``ValueError`` for values that no job can have."""
         check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit", "max_length")
         check_vllm_options(self.engine, self.device, self.kv_gib)
         if self.engine == "vllm" and find_spec("vllm") is None:
@@ -216,280 +162,247 @@ class FilterConfig(ModelOptions):
         parse_shard(self.shard)
 
     def of_process(self, rank: int, processes: int) -> FilterConfig:
-        """The part of the shard that one of several processes does."""
+        """Return the part of the shard that one of several processes does."""
         shard, count = parse_shard(self.shard)
         return replace(self, shard=f"{shard + count * rank}/{count * processes}")
 
     def resolved(self) -> FilterConfig:
-        """With the model's default for everything that was not given."""
-        preset = dict(BUILT_IN.get(self.model, PAPER))
+        """Return the options with the model's defaults for those that were not given."""
+        defaults = dict(BUILT_IN.get(self.model, PAPER))
+        defaults["buckets"] = tuple(map(str, defaults["buckets"]))
         if self.outputs is not None:
-            preset["input"] = self.outputs  # recorded outputs that carry their answers
-        preset["output_dir"] = str(curriculum_folder(self.model))
-        chosen = {
-            name: value for name, value in preset.items() if getattr(self, name) in (None, ())
-        }
-        resolved = replace(self, **chosen)
-        assert resolved.max_length is not None
-        return replace(resolved, engine=resolved.chosen_engine(resolved.max_length)[0])
+            defaults["input"] = self.outputs  # recorded outputs that carry their answers
+        defaults["output_dir"] = str(curriculum_folder(self.model))
+        missing = {}
+        for name, value in defaults.items():
+            if getattr(self, name) in (None, ()):
+                missing[name] = value
+        resolved = replace(self, **missing)
+        if resolved.engine == "auto":
+            resolved = replace(resolved, engine=resolved.automatic_engine()[0])
+        return resolved
 
-    def chosen_engine(self, positions: int) -> tuple[Literal["hf", "vllm"], str]:
-        """The engine that ``auto`` stands for, for texts of ``positions`` tokens, and why it is not
-        vLLM.
-        """
-        if self.engine != "auto":
-            return self.engine, ""
+    def automatic_engine(self) -> tuple[Literal["hf", "vllm"], str]:
+        """Return the engine that ``auto`` stands for, and why it is not vLLM."""
         if self.model in BUILT_IN or self.device != "auto":
             return "hf", ""
-        from rlkv.models.loading import resolve_device
-        from rlkv.rollout.footprint import Footprint, free_memory
-
         free = free_memory(resolve_device())
         engine, why = choose_engine("auto", has_gpu=free is not None)
         if engine == "hf":
             return "hf", why
-        footprint = (
-            None
-            if free is None or self.kv_gib is not None
-            else Footprint.of(self.model, self.dtype)
-        )
-        lacking = (
-            0.0
-            if footprint is None or free is None
-            else footprint.lacking(footprint.kv_room(free), positions)
-        )
-        return (
-            ("hf", f"the GPU is too small for vLLM by about {lacking:.1f} GiB")
-            if lacking
-            else ("vllm", "")
-        )
+        if free is not None and self.kv_gib is None:
+            footprint = Footprint.of(self.model, self.dtype)
+            assert self.max_length is not None
+            if footprint and (lack := footprint.lacking(footprint.kv_room(free), self.max_length)):
+                return "hf", f"the GPU is too small for vLLM by about {lack:.1f} GiB"
+        return "vllm", ""
 
-    def sized(self, footprint: Footprint | None, positions: int) -> FilterConfig:
-        """With rows of ``positions`` tokens and memory that fit the GPU, where none were given.
-
-        Of a chosen engine.
-
-        Raises:
-            ValueError: if the GPU is too small for vLLM.
-        """
-        from rlkv.models.loading import resolve_device
-        from rlkv.rollout.footprint import DEFAULT_KV_GIB, GIB, free_memory
-
-        free, kv_gib, rows = free_memory(resolve_device(self.device)), self.kv_gib, self.batch_size
-        if footprint is not None and free is not None:
-            room = footprint.kv_room(free)
-            if self.engine == "vllm":
-                kv_gib = kv_gib or footprint.vllm_kv_gib(free, positions)
-                room = int(kv_gib * GIB)
-            rows = rows or footprint.rows(self.engine, room, positions)
-        return replace(self, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows or DEFAULT_BATCH)
-
-    def load_engine(self, positions: int) -> RolloutEngine:
-        """The model in its engine, for texts of up to ``positions`` tokens; of sized options."""
+    def load_engine(self) -> RolloutEngine:
+        """Load the model in its engine; the options must be sized (:func:`sized_and_announced`)."""
         assert self.batch_size is not None
         assert self.kv_gib is not None
+        assert self.max_length is not None
         if self.engine == "vllm":
             from rlkv.vllm.engine import VLLMEngine
 
-            return VLLMEngine(self.model, None, self.dtype, positions, self.kv_gib, self.batch_size)
+            return VLLMEngine(
+                self.model, None, self.dtype, self.max_length, self.kv_gib, self.batch_size
+            )
         from rlkv.rollout.hf import HFEngine
 
         return HFEngine(*self.load(), batch_size=self.batch_size)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """``(shard, number of shards)`` of ``i/n``, i counted from 0; ``ValueError`` for another form,
-    or i not below n.
+    """Return the shard, counted from 0, and the number of shards that ``i/n`` names.
+
+    Raises:
+        ValueError: for another form, or i not below n.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if not match or not int(match.group(1)) < int(match.group(2)):
+    if not match or not int(match[1]) < int(match[2]):
         raise ValueError(
             f"shard {text!r} is not of the form i/n with i from 0 to n-1, for instance 0/4, 1/4, "
             "2/4, 3/4"
         )
-    return int(match.group(1)), int(match.group(2))
+    return int(match[1]), int(match[2])
 
 
-CORRECT, WRONG, TRUNCATED, UNPARSABLE, NO_ANSWER = (
-    "correct",
-    "wrong",
-    "truncated",
-    "unparsable",
-    "no_answer",
-)
-# every loaded problem ends in exactly one of these
-STATUSES = {
-    CORRECT: "solved",
-    WRONG: "another answer than the right one",
-    TRUNCATED: "output cut at the token limit",
-    UNPARSABLE: "output without an answer",
-    SKIPPED: "prompt too long for the model",
-    MISSING: "no recorded output",
-    NO_ANSWER: "problem without a right answer",
-}
-KEY = ("index",)
+def sized_and_announced(config: FilterConfig, count: int) -> FilterConfig:
+    """Return ``config`` with a batch and a cache that fit the GPU, where none were given.
 
+    Prints one line with the engine and an estimate of the time for ``count`` problems.
 
-@dataclass(frozen=True)
-class Shards:
-    """The result files of a job: shard i of ``count`` does every ``count``-th problem, from the
-    i-th (from 0).
-
-    Rows do not depend on the shard: a run with another ``count`` goes on from the files of all of
-    them.  A row has the problem's index and status and, where there is an output, ``output`` and
-    ``output_tokens``.
+    Raises:
+        ValueError: if the GPU is too small for vLLM.
     """
+    assert config.max_length is not None
+    assert config.max_new_tokens is not None
+    device = resolve_device(config.device)
+    footprint = None
+    if config.model not in BUILT_IN:
+        footprint = Footprint.of(config.model, config.dtype, config.device)
+    free = free_memory(device)
+    kv_gib = config.kv_gib
+    rows = config.batch_size
+    if footprint is not None and free is not None:
+        room = footprint.kv_room(free)
+        if config.engine == "vllm":
+            kv_gib = kv_gib or footprint.vllm_kv_gib(free, config.max_length)
+            room = int(kv_gib * GIB)
+        rows = rows or footprint.rows(config.engine, room, config.max_length)
+    rows = rows or DEFAULT_BATCH
+    why = config.automatic_engine()[1] if config.engine == "hf" else ""
+    line = f"{count:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {rows} at once"
+    if footprint is not None:
+        card = card_of(device)
+        tokens = MEAN_LENGTH * config.max_new_tokens
+        rate = footprint.rate(config.engine, rows, card, tokens)
+        line += (
+            f": about {rough(count * tokens / rate)} on {'this CPU' if card is None else 'a GPU'}, "
+            f"if it makes {rate:,.0f} tokens/s and a problem takes {tokens:,.0f} tokens (assumed; "
+            "the bar shows the measured pace)"
+        )
+    print(line, flush=True)
+    return replace(config, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows)
 
-    folder: Path
-    num_problems: int
-    count: int
-    settings: dict[str, Any]
 
-    def path(self, shard: int) -> Path:
-        return self.folder / "shards" / f"shard-{shard}-of-{self.count}.jsonl"
-
-    def indices(self, shard: int) -> range:
-        return range(shard, self.num_problems, self.count)
-
-    def rows(self) -> Iterator[Row]:
-        """One row of each problem that was done, one in memory at a time.
-
-        Other processes may be writing.
-
-        Raises:
-            ValueError: if a shard was written with other settings, or is damaged.
-        """
-        seen: set[int] = set()
-        for path in sorted(self.path(0).parent.glob("shard-*.jsonl")):
-            if path.stat().st_size:
-                check_settings(path, self.settings)
-            for row in iter_rows(path, KEY):
-                if row["index"] not in seen:  # two runs may have done it at the same time
-                    seen.add(row["index"])
-                    yield row
-
-    def missing(self) -> dict[int, int]:
-        """``shard: open problems`` of every shard that is not complete; errors as :meth:`rows`."""
-        done = {row["index"] for row in self.rows()}
-        found = {
-            shard: sum(index not in done for index in self.indices(shard))
-            for shard in range(self.count)
-        }
-        return {shard: number for shard, number in found.items() if number}
-
-    def outcome(self) -> Outcome:
-        """The results of all shards together, in the order of the problems."""
-        status, tokens = {}, {}
-        for row in self.rows():
-            status[row["index"]] = row["status"]
-            if "output_tokens" in row:
-                tokens[row["index"]] = row["output_tokens"]
-        return Outcome(dict(sorted(status.items())), tokens)
+# --- outputs
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``status`` and, where there is an output, ``tokens`` by problem index."""
+class Output:
+    """What becomes of a problem: a text to be verified, or a ``status`` that needs no verifier."""
 
-    status: dict[int, str]
-    tokens: dict[int, int]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many problems ended in each status, all statuses named."""
-        counted = Counter(self.status.values())
-        return {name: counted[name] for name in STATUSES}
-
-    def solved(self) -> dict[int, int]:
-        """Output tokens of the solved problems by index."""
-        return {i: self.tokens[i] for i, status in self.status.items() if status == CORRECT}
+    index: int
+    text: str = ""
+    tokens: int = 0
+    status: str = ""
 
 
-def judge(
-    outputs: list[tuple[int, Output]], problems: list[Problem], verifier: Verifier
-) -> list[Row]:
-    """One row per output; an output that was cut at the limit is not verified."""
-    pairs = [
-        (output.text, problems[index].answer) for index, output in outputs if not output.truncated
-    ]
+def prompt_room(config: FilterConfig, engine: RolloutEngine) -> int:
+    """Return the most tokens that a prompt may have; ``ValueError`` if there is no room for one."""
+    assert config.max_length is not None
+    assert config.max_new_tokens is not None
+    limit = min(config.max_length, engine.max_positions)
+    if config.max_new_tokens >= limit:
+        raise ValueError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in {limit} tokens "
+            f"(the lesser of max_length {config.max_length} and the model's "
+            f"{engine.max_positions} positions): lower --max-new-tokens"
+        )
+    return limit - config.max_new_tokens
+
+
+def decode_outputs(
+    engine: RolloutEngine,
+    problems: list[Problem],
+    indices: list[int],
+    template: str,
+    room: int,
+    max_new_tokens: int,
+) -> Iterator[Output]:
+    """Decode greedily, in the order in which texts end; prompts of over ``room`` are skipped."""
+    prompts = []
+    for index in indices:
+        prompts.append(render_prompt(engine.tokenizer, problems[index].problem, template))
+    fitting = []
+    for row, length in enumerate(engine.prompt_lengths(prompts)):
+        if length <= room:
+            fitting.append(row)
+        else:
+            yield Output(indices[row], status="skipped")
+    stream = engine.stream([prompts[row] for row in fitting], SamplingParams(max_new_tokens))
+    for i, completion in stream:
+        status = "truncated" if completion.finish_reason == "length" else ""
+        tokens = len(completion.token_ids)
+        yield Output(indices[fitting[i]], completion.text, tokens, status)
+
+
+def recorded_texts(path: str, field: str, problems: list[Problem]) -> dict[int, str]:
+    """Return the recorded outputs by the index of their problem, found by the problem's text.
+
+    Where a problem occurs several times, its first occurrence gets the first output, and so on.
+
+    Raises:
+        ValueError: if no output of the file belongs to any problem.
+    """
+    recorded: dict[str, deque[str]] = defaultdict(deque)
+    for where, row in read_rows(path):
+        recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
+    found = {}
+    for index, problem in enumerate(problems):
+        if recorded[problem.problem]:
+            found[index] = recorded[problem.problem].popleft()
+    if not found:
+        raise ValueError(
+            f"no recorded output in {path} belongs to a problem of the input: the problem texts "
+            "differ"
+        )
+    return found
+
+
+def read_outputs(
+    texts: dict[int, str], indices: list[int], tokenizer: Any, max_new_tokens: int
+) -> Iterator[Output]:
+    """Yield recorded outputs; those of more than ``max_new_tokens`` tokens count as truncated."""
+    for index in indices:
+        if index not in texts:
+            yield Output(index, status="missing")
+            continue
+        ids = tokenizer(texts[index], add_special_tokens=False).input_ids
+        tokens = len(ids) + 1  # a recorded text lacks the end token
+        status = "truncated" if tokens > max_new_tokens else ""
+        yield Output(index, texts[index], tokens, status)
+
+
+def judge(outputs: list[Output], problems: list[Problem], verifier: Verifier) -> list[Row]:
+    """Return a row per output, with its status; those that have one already are not verified."""
+    pairs = [(each.text, problems[each.index].answer) for each in outputs if not each.status]
     verdicts = iter(verifier.are_correct(pairs))
     rows = []
-    for index, output in outputs:
-        if output.truncated:
-            status = TRUNCATED
-        elif next(verdicts):
-            status = CORRECT
-        else:
-            status = WRONG if extract_answer(output.text) else UNPARSABLE
-        rows.append(
-            {
-                "index": index,
-                "status": status,
-                "output": output.text,
-                "output_tokens": output.tokens,
-            }
-        )
+    for output in outputs:
+        row: Row = {"index": output.index, "status": output.status}
+        if not output.status:
+            if next(verdicts):
+                row["status"] = "correct"
+            else:
+                row["status"] = "wrong" if extract_answer(output.text) else "unparsable"
+        if output.tokens:
+            row["output"] = output.text
+            row["output_tokens"] = output.tokens
+        rows.append(row)
     return rows
 
 
-def run_shard(
-    shards: Shards,
-    shard: int,
-    problems: list[Problem],
-    decoder: Decoder,
-    verifier: Verifier,
-    batch_size: int,
-    progress: ProgressBar,
-) -> None:
-    """Finish one shard; rows go to the disk in batches of ``batch_size``.
+# --- the job
 
-    Raises:
-        ValueError: if the shard was started with other settings, is damaged, or is in use.
+
+@dataclass(frozen=True)
+class FilterResult:
+    """What a run has done.
+
+    Attributes:
+        config: the options, with what was chosen for their defaults.
+        report: None until all shards are complete.
+        open_shards: shard -> problems that are not done yet.
     """
-    own = shards.indices(shard)
-    with open_store(shards.path(shard), shards.settings, KEY, keep_rows=False) as store:
-        done = {row["index"]: row["status"] for row in shards.rows() if row["index"] in own}
-        progress.resume(Counter(done.values()))
-        still_open = [index for index in own if index not in done]
-        answerable = [(i, problems[i]) for i in still_open if reference_answer(problems[i].answer)]
-        without = sorted(set(still_open) - {index for index, _ in answerable})
-        rows: list[Row] = [{"index": index, "status": NO_ANSWER} for index in without]
-        outputs: list[tuple[int, Output]] = []
 
-        def flush() -> None:
-            rows.extend(judge(outputs, problems, verifier))
-            store.append(*rows)
-            progress.advance(Counter(row["status"] for row in rows))
-            rows.clear()
-            outputs.clear()
-
-        for index, output in decoder.stream(answerable):
-            if isinstance(output, str):
-                rows.append({"index": index, "status": output})
-            else:
-                outputs.append((index, output))
-            if len(rows) + len(outputs) >= batch_size:
-                flush()
-        flush()
-
-
-REPORT, CURRICULUM = "report.json", ("curriculum.jsonl", "curriculum.parquet")
-
-
-def problems_digest(problems: list[Problem]) -> str:
-    """A short hash of problems and answers in their order."""
-    return digest("".join(json.dumps([p.problem, p.answer]) for p in problems).encode())
+    config: FilterConfig
+    report: dict[str, Any] | None
+    open_shards: dict[int, int]
 
 
 def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any]:
-    """What must not change between a run and its resumption.
+    """Return what must not change between a run and its resumption.
 
     Buckets, their seed and the number of shards may.
     """
     names = ["model", "max_new_tokens"]
     names += ["engine", "template", "max_length"] if config.outputs is None else ["outputs_field"]
     settings = {name: getattr(config, name) for name in names}
-    settings["problems"] = f"{len(problems)} with hash {problems_digest(problems)}"
+    content = "".join(json.dumps([p.problem, p.answer]) for p in problems)
+    settings["problems"] = f"{len(problems)} with hash {digest(content.encode())}"
     if config.outputs is None:
         settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
@@ -498,188 +411,184 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
     return settings
 
 
-def build_decoder(config: FilterConfig, problems: list[Problem]) -> Decoder:
-    """The recorded outputs if there are any, else the model in its engine."""
-    assert config.max_new_tokens is not None
-    assert config.max_length is not None
-    if config.outputs is not None:
-        tokenizer = load_tokenizer(config.model)
-        return RecordedDecoder(
-            config.outputs, config.outputs_field, problems, tokenizer, config.max_new_tokens
-        )
-    template = choose_template(config.template, model=config.model)
-    engine = config.load_engine(config.max_length)
-    return EngineDecoder(engine, template, config.max_new_tokens, config.max_length)
-
-
-def sized_and_announced(config: FilterConfig, count: int, positions: int) -> FilterConfig:
-    """``config`` with sizes that fit the GPU, after one line with the engine and an estimate of the
-    time.
-
-    Args:
-        positions: tokens of the longest prompt and its completion.
-    """
-    footprint = (
-        None
-        if config.model in BUILT_IN
-        else Footprint.of(config.model, config.dtype, config.device)
-    )
-    why = (
-        replace(config, engine="auto").chosen_engine(positions)[1] if config.engine == "hf" else ""
-    )
-    config = config.sized(footprint, positions)
-    assert config.batch_size is not None
-    line = (
-        f"{count:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, "
-        f"{config.batch_size} at once"
-    )
-    if footprint is not None:
-        card, mean = (
-            card_of(resolve_device(config.device)),
-            MEAN_LENGTH * (config.max_new_tokens or 0),
-        )
-        rate = footprint.rate(config.engine, config.batch_size, card, mean)
-        line += (
-            f": about {rough(count * mean / rate)} on {'this CPU' if card is None else 'a GPU'}, "
-            "if it makes "
-            f"{rate:,.0f} tokens/s and a problem takes {mean:,.0f} tokens (assumed; the bar shows "
-            "the measured pace)"
-        )
-    print(line, flush=True)
-    return config
-
-
-@dataclass(frozen=True)
-class FilterResult:
-    """``report`` once all shards are complete; until then ``open_shards``: shard -> problems not
-    yet done.
-    """
-
-    report: dict[str, Any] | None
-    open_shards: dict[int, int]
-
-
 def run_filter(config: FilterConfig) -> FilterResult:
     """Do this process's shard, then, if all shards are complete, write curriculum and report.
 
     Raises:
-        ValueError: for impossible settings, and problems or a model that cannot be loaded.
+        ValueError: for impossible settings, problems or a model that cannot be loaded, or a shard
+            that was started with other settings, is damaged or in use.
     """
-    config.check()
+    started = time.monotonic()
     config = config.resolved()
+    buckets = parse_buckets(",".join(config.buckets))
     assert config.input is not None
     assert config.output_dir is not None
-    started = time.monotonic()
-    check_results(
-        Path(config.output_dir), REPORT, ("report.md", *CURRICULUM), ("selected", "buckets")
-    )
-    choose_template(
-        config.template, model=config.model
-    )  # an unknown one fails before anything is loaded
+    folder = Path(config.output_dir)
+    check_results(folder, REPORT, ("report.md", *CURRICULUM), ("selected", "buckets"))
+    choose_template(config.template, model=config.model)
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
-    shard, num_shards = parse_shard(config.shard)
-    if num_shards > len(problems):
+    shard, count = parse_shard(config.shard)
+    if count > len(problems):
         raise ValueError(
             f"shard {config.shard}: there are only {len(problems)} problems to share out"
         )
-    shards = Shards(
-        Path(config.output_dir), len(problems), num_shards, job_settings(config, problems)
-    )
-    still_open = shards.missing()
-    if shard in still_open:
+    settings = job_settings(config, problems)
+    shards = folder / "shards"
+    done = {row["index"]: row["status"] for row in iter_shards(shards, SHARD, KEY, settings)}
+    own = range(shard, len(problems), count)
+    if not done.keys() >= set(own):
         if config.outputs is None:
-            assert config.max_length is not None
-            config = sized_and_announced(config, still_open[shard], config.max_length)
-        decoder = build_decoder(config, problems)
-        title = "filter" if num_shards == 1 else f"filter, shard {config.shard}"
-        bar = progress_bar(title, "problems", len(shards.indices(shard)))
-        with bar as progress, closing(Verifier()) as verifier:
-            run_shard(
-                shards,
-                shard,
+            config = sized_and_announced(config, len(set(own) - done.keys()))
+        run_shard(config, problems, own, done, settings)
+    # of the paper's 40,000 problems all outputs together have about 1 GB
+    rows = {row["index"]: row for row in iter_shards(shards, SHARD, KEY, settings)}
+    open_shards = Counter(index % count for index in range(len(problems)) if index not in rows)
+    if open_shards:
+        return FilterResult(config, None, dict(sorted(open_shards.items())))
+    return FilterResult(config, finish(config, buckets, problems, rows, started), {})
+
+
+def run_shard(
+    config: FilterConfig,
+    problems: list[Problem],
+    own: range,
+    done: dict[int, str],
+    settings: dict[str, Any],
+) -> None:
+    """Finish the problems ``own``; rows go to the disk in batches.
+
+    ``done``: the status of the problems that are finished.
+    """
+    assert config.output_dir is not None
+    assert config.max_new_tokens is not None
+    folder = Path(config.output_dir) / "shards"
+    if config.outputs is None:
+        engine = config.load_engine()
+        room = prompt_room(config, engine)
+    else:
+        texts = recorded_texts(config.outputs, config.outputs_field, problems)
+        tokenizer = load_tokenizer(config.model)
+    file = shard_file(folder, SHARD, own.start, own.step)
+    title = "filter" if own.step == 1 else f"filter, shard {config.shard}"
+    batch_size = config.batch_size or DEFAULT_BATCH
+    with (
+        open_store(file, settings, KEY, keep_rows=False) as store,
+        progress_bar(title, "problems", len(own)) as bar,
+        closing(Verifier()) as verifier,
+    ):
+        bar.resume(Counter(done[index] for index in own if index in done))
+        answerable = []
+        waiting = []
+        for index in own:
+            if index in done or index in store.done:
+                continue
+            if reference_answer(problems[index].answer):
+                answerable.append(index)
+            else:
+                waiting.append(Output(index, status="no_answer"))
+        if config.outputs is None:
+            assert config.template is not None
+            outputs = decode_outputs(
+                engine,
                 problems,
-                decoder,
-                verifier,
-                config.batch_size or DEFAULT_BATCH,
-                progress,
+                answerable,
+                template=config.template,
+                room=room,
+                max_new_tokens=config.max_new_tokens,
             )
-    still_open = shards.missing()
-    return FilterResult(
-        None if still_open else finish(config, shards, problems, started), still_open
-    )
+        else:
+            outputs = read_outputs(texts, answerable, tokenizer, config.max_new_tokens)
+        for output in outputs:
+            waiting.append(output)
+            if len(waiting) >= batch_size:
+                write_rows(store, bar, judge(waiting, problems, verifier))
+                waiting = []
+        write_rows(store, bar, judge(waiting, problems, verifier))
+
+
+def write_rows(store: ResultStore, bar: ProgressBar, rows: list[Row]) -> None:
+    store.append(*rows)
+    bar.advance(Counter(row["status"] for row in rows))
+
+
+# --- the curriculum
 
 
 def finish(
-    config: FilterConfig, shards: Shards, problems: list[Problem], started: float
+    config: FilterConfig,
+    buckets: tuple[Bucket, ...],
+    problems: list[Problem],
+    rows: dict[int, Row],
+    started: float,
 ) -> dict[str, Any]:
-    """Merge the complete shards, sample the buckets, write the files; returns the report."""
-    outcome, buckets = shards.outcome(), parse_buckets(",".join(config.buckets))
-    selection = select(outcome.solved(), buckets, config.seed, config.fill_short_buckets)
-    outputs = {
-        row["index"]: row["output"] for row in shards.rows() if row["index"] in selection.chosen
-    }
-    rows = [
-        {
-            "problem": problems[i].problem,
-            "answer": problems[i].answer,
-            "output": outputs[i],
-            "output_tokens": outcome.tokens[i],
+    """Sample the buckets from the rows of all problems and write the files; returns the report."""
+    assert config.output_dir is not None
+    folder = Path(config.output_dir)
+    status = {index: rows[index]["status"] for index in sorted(rows)}
+    solved = {index: rows[index]["output_tokens"] for index in status if status[index] == "correct"}
+    selection = select(solved, buckets, config.seed, config.fill_short_buckets)
+    curriculum = []
+    for index, bucket in selection.chosen.items():
+        row = {
+            "problem": problems[index].problem,
+            "answer": problems[index].answer,
+            "output": rows[index]["output"],
+            "output_tokens": rows[index]["output_tokens"],
             "bucket": bucket,
             "template": config.template,
-            "model": config.model
-            if config.outputs is None
-            else None,  # nobody says what recorded outputs come from
+            # nobody says what recorded outputs come from
+            "model": config.model if config.outputs is None else None,
         }
-        for i, bucket in selection.chosen.items()
-    ]
+        curriculum.append(row)
+    counted = Counter(status.values())
     report = {
-        "loaded": len(outcome.status),
-        **outcome.counts,
+        "loaded": len(status),
+        **{name: counted[name] for name in STATUSES},
         "outside_buckets": selection.outside,
-        "selected": len(rows),
+        "selected": len(curriculum),
         "buckets": [{**fill.pop("bucket"), **fill} for fill in map(asdict, selection.fills)],
-        "notes": notes(outcome, selection, problems),
+        "notes": notes(status, selection, problems),
         "config": {**asdict(config), "buckets": ",".join(map(str, buckets))},
         "seconds": round(time.monotonic() - started, 3),  # of the run that finished the job
         **provenance(),
     }
-    write_json(shards.folder / REPORT, report)  # first: by it the other files are known to be ours
-    write_curriculum(shards.folder, rows)
-    write_text(shards.folder / "report.md", markdown(report))
+    write_json(folder / REPORT, report)  # first: by it the other files are known to be ours
+    write_curriculum(folder, curriculum)
+    write_text(folder / "report.md", markdown(report))
     return report
 
 
 def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
-    arrow, parquet = require("pyarrow", "train"), require("pyarrow.parquet", "train")
+    """Write ``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
+    arrow = require("pyarrow", "train")
+    parquet = require("pyarrow.parquet", "train")
     as_lines, as_table = CURRICULUM
     write_jsonl(folder / as_lines, rows)
-    text, count = arrow.string(), arrow.int64()
-    names = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
-    fields = {name: count if name == "output_tokens" else text for name in names}
+    types = {name: arrow.string() for name in COLUMNS}
+    types["output_tokens"] = arrow.int64()
+    table = arrow.Table.from_pylist(rows, schema=arrow.schema(types.items()))
     with atomic_path(folder / as_table) as path:
-        parquet.write_table(
-            arrow.Table.from_pylist(rows, schema=arrow.schema(fields.items())), path
-        )
+        parquet.write_table(table, path)
 
 
-def notes(outcome: Outcome, selection: Selection, problems: list[Problem]) -> list[str]:
-    """What a reader must not miss: nothing solved, short buckets, outputs outside all buckets."""
-    if not outcome.solved():
-        loaded = len(outcome.status)
-        found = [
-            f"None of the {loaded} problems was solved: the curriculum is empty and there is "
+def notes(status: dict[int, str], selection: Selection, problems: list[Problem]) -> list[str]:
+    """Return what a reader must not miss.
+
+    Nothing solved, short buckets, or outputs outside all buckets.
+    """
+    if "correct" not in status.values():
+        nothing = [
+            f"None of the {len(status)} problems was solved: the curriculum is empty and there is "
             "nothing to train on."
         ]
-        wrong = [index for index, status in outcome.status.items() if status == WRONG]
+        wrong = [index for index in status if status[index] == "wrong"]
         if wrong:
-            found.append(
+            nothing.append(
                 f"{len(wrong)} outputs give an answer and all are wrong: check that the field "
-                "'answer' of the input "
-                "holds the answer alone, or GSM8K's '... #### 72'; the first is "
-                f"{problems[wrong[0]].answer[-80:]!r}."
+                "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
+                f"is {problems[wrong[0]].answer[-80:]!r}."
             )
-        return found
+        return nothing
     found = []
     for fill in selection.fills:
         if fill.short > 0:
@@ -687,8 +596,9 @@ def notes(outcome: Outcome, selection: Selection, problems: list[Problem]) -> li
                 f"Bucket {fill.bucket.name} is short: {fill.bucket.wanted} wanted, {fill.taken} "
                 "there, all taken"
             )
-            filled = f"; {fill.filled_from_others} came from other buckets in their place"
-            found.append(line + (filled if fill.filled_from_others else "") + ".")
+            if fill.filled_from_others:
+                line += f"; {fill.filled_from_others} came from other buckets in their place"
+            found.append(f"{line}.")
     if selection.outside:
         found.append(
             f"{selection.outside} solved problems have an output length outside all buckets and "
@@ -698,34 +608,25 @@ def notes(outcome: Outcome, selection: Selection, problems: list[Problem]) -> li
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    lines = ["# Curriculum", "", *report["notes"], *([""] if report["notes"] else [])]
+    """Return the report as Markdown."""
+    lines = ["# Curriculum", "", *report["notes"]]
+    if report["notes"]:
+        lines.append("")
     lines += ["| | problems |", "|---|---|", f"| loaded | {report['loaded']} |"]
-    lines += [f"| {status}: {meaning} | {report[status]} |" for status, meaning in STATUSES.items()]
-    lines += [
-        f"| solved, outside all buckets | {report['outside_buckets']} |",
-        f"| selected | {report['selected']} |",
-    ]
-    lines += [
-        "",
-        "| output tokens | wanted | available | taken | filled from others |",
-        "|---|---|---|---|---|",
-    ]
-    for b in report["buckets"]:
-        cells = [
-            f"{b['low']} < n <= {b['high']}",
-            b["wanted"],
-            b["available"],
-            b["taken"],
-            b["filled_from_others"],
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for status, meaning in STATUSES.items():
+        lines.append(f"| {status}: {meaning} | {report[status]} |")
+    lines.append(f"| solved, outside all buckets | {report['outside_buckets']} |")
+    lines.append(f"| selected | {report['selected']} |")
+    lines.append("")
+    lines.append("| output tokens | wanted | available | taken | filled from others |")
+    lines.append("|---|---|---|---|---|")
+    for bucket in report["buckets"]:
+        lines.append(
+            f"| {bucket['low']} < n <= {bucket['high']} | {bucket['wanted']} | "
+            f"{bucket['available']} | {bucket['taken']} | {bucket['filled_from_others']} |"
+        )
     config = ", ".join(f"{key} {value}" for key, value in report["config"].items())
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines += [
-        "",
-        f"Settings: {config}.",
-        "",
-        f"{packages}; {hardware_line()}; last run {report['seconds']:.1f} s.",
-    ]
+    lines += ["", f"Settings: {config}.", ""]
+    lines.append(f"{packages}; {hardware_line()}; last run {report['seconds']:.1f} s.")
     return "\n".join(lines) + "\n"

@@ -1,16 +1,13 @@
-"""Problems with their answers:
-
-DeepScaleR from the hub, a local file of the same fields, or new tiny problems.
-"""
+"""Problems with their answers: from the hub, a file, or drawn for a built-in model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rlkv import smol, tiny
 from rlkv.models.builtin import SMOL, TINY, dataset_rows
 from rlkv.models.shape import same_model
 from rlkv.utils.files import read_jsonl
@@ -20,16 +17,13 @@ HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
 _ADVICE = (
     "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model "
-    "FOLDER, or take the "
-    "built-in model and its problems with --model tiny"
+    "FOLDER, or take the built-in model and its problems with --model tiny"
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem; ``answer`` and ``solution`` (a reference solution) are empty where the data set
-    has none.
-    """
+    """A problem; its answer and its reference solution are empty where the data set has none."""
 
     problem: str
     answer: str
@@ -39,7 +33,7 @@ class Problem:
 def load_problems(
     source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None
 ) -> list[Problem]:
-    """The problems of ``source``, in its order, at most ``limit``.
+    """Load the problems of ``source``, in its order, at most ``limit``.
 
     ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local
     ``.jsonl`` or ``.parquet`` file with the fields problem, answer and perhaps solution, or the id
@@ -50,8 +44,8 @@ def load_problems(
             row).
     """
     if source in (TINY, SMOL):
-        task = import_module(f"rlkv.{source}")
-        loaded = [Problem(**row) for row in task.problems(num_problems, seed)]
+        draw = tiny.problems if source == TINY else smol.problems
+        loaded = [Problem(**row) for row in draw(num_problems, seed)]
     else:
         loaded = [parse_problem(row, where) for where, row in read_rows(source)]
     if not loaded:
@@ -62,7 +56,7 @@ def load_problems(
 def read_curriculum(
     path: str | Path, fields: Sequence[str] = ("problem", "answer")
 ) -> list[dict[str, Any]]:
-    """The rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
+    """Read the rows of a curriculum that ``rlkv-filter`` wrote, as Parquet or JSONL.
 
     Raises:
         ValueError: if the file is absent, damaged, of another kind, or a row lacks one of
@@ -84,9 +78,7 @@ def read_curriculum(
 
 
 def curriculum_template(path: str | Path | None) -> str | None:
-    """The prompt template that a curriculum's outputs were decoded with.
-
-    None if it does not say (or there is none).
+    """Return the prompt template of a curriculum's outputs, or None if it does not say.
 
     Raises:
         ValueError: if its rows name several, and as :func:`read_curriculum`.
@@ -101,13 +93,13 @@ def curriculum_template(path: str | Path | None) -> str | None:
 
 
 def other_models(path: str | Path, model: str) -> list[str]:
-    """Other models than ``model`` that a curriculum's outputs come from, as far as its rows say."""
+    """Return the models other than ``model`` that a curriculum's rows name as their source."""
     named = {str(row["model"]) for row in read_curriculum(path) if row.get("model")}
     return sorted(name for name in named if not same_model(name, model))
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(where, row)`` of a local JSONL or Parquet file or a hub data set.
+    """Yield ``(where, row)`` of a local JSONL or Parquet file or a hub data set.
 
     ``where`` names file and row.
 
@@ -141,7 +133,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_problem(row: dict[str, Any], where: str) -> Problem:
-    """One row as a problem; ``ValueError`` with ``where`` if a field is missing or of another type."""
+    """Return a row as a problem; ``ValueError`` with ``where`` if a field is missing or no text."""
     problem = text_field(row, "problem", where)
     if not problem.strip():
         raise ValueError(f"{where}: field 'problem' is empty")
@@ -150,9 +142,10 @@ def parse_problem(row: dict[str, Any], where: str) -> Problem:
 
 
 def text_field(row: dict[str, Any], name: str, where: str) -> str:
-    """The field as text (a number as its digits, null as nothing).
+    """Return the field as text: a number as its digits, null as nothing.
 
-    Else a ValueError that names ``where``.
+    Raises:
+        ValueError: if there is no such field, or it is something else; names ``where``.
     """
     if name not in row:
         raise ValueError(
@@ -165,6 +158,5 @@ def text_field(row: dict[str, Any], name: str, where: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {name!r} is a {type(value).__name__}, expected text")
-    return value.encode(
-        "utf-8", "replace"
-    ).decode()  # tokenizers and Parquet refuse half a surrogate pair
+    # tokenizers and Parquet refuse half a surrogate pair
+    return value.encode("utf-8", "replace").decode()

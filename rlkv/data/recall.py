@@ -1,5 +1,4 @@
-"""DuoAttention's recall task (arXiv 2410.10819): passkeys hidden in a haystack, asked for at its
-end.
+"""DuoAttention's recall task (arXiv 2410.10819): passkeys hidden in a haystack.
 
 In text, word sequences in a file or in random common words of the tokenizer's vocabulary; for the
 tiny model, bindings among definitions of its task.
@@ -25,79 +24,45 @@ from rlkv.tiny import NAMES, OPERATORS, apply_operator
 
 MAX_PASSKEYS = 16  # of the tiny model's task
 # words of passkeys: any fixed list of distinct words will do
-PASSKEY_WORDS = (
-    *(
-        "amber",
-        "basil",
-        "cedar",
-        "delta",
-        "ember",
-        "fjord",
-        "grove",
-        "harbor",
-        "island",
-        "jungle",
-        "kettle",
-        "lemon",
-    ),
-    *(
-        "maple",
-        "needle",
-        "orange",
-        "pepper",
-        "quartz",
-        "river",
-        "silver",
-        "tunnel",
-        "urban",
-        "velvet",
-        "window",
-    ),
+_WORDS = (
+    "amber basil cedar delta ember fjord grove harbor island jungle kettle lemon maple needle "
+    "orange pepper quartz river silver tunnel urban velvet window"
 )
-ORDINALS = (
-    *(
-        "first",
-        "second",
-        "third",
-        "fourth",
-        "fifth",
-        "sixth",
-        "seventh",
-        "eighth",
-        "ninth",
-        "tenth",
-    ),
-    *("eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth"),
+PASSKEY_WORDS = _WORDS.split()
+_ORDINALS = (
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
+    "fourteenth fifteenth sixteenth"
 )
+ORDINALS = _ORDINALS.split()
 INTRODUCTION = "The following text hides several passkeys. Read it and remember them.\n\n"
 NEEDLE = "\n\nPlease remember: the {ordinal} passkey is:{words}.\n\n"
 QUESTION = "\n\nWhat was the {ordinal} passkey in the text above? The {ordinal} passkey is:"
-DEPTHS, SHALLOWEST, DEEPEST = (
-    1000,
-    0.05,
-    0.95,
-)  # of passkeys: evenly spaced shares of the haystack, both ends included
+# passkeys lie at evenly spaced shares of the haystack, both ends included
+DEPTHS = 1000
+SHALLOWEST = 0.05
+DEEPEST = 0.95
 WORDS_PER_SENTENCE = 12
 FEWEST_FILLER_WORDS = 200
 
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Token ids of a text, and the positions (each above 0) of the tokens whose prediction counts."""
+    """Token ids of a text, and the positions (above 0) of the tokens whose prediction counts."""
 
     ids: tuple[int, ...]
     answers: tuple[int, ...]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a piece of text, nothing added."""
+    """Return the token ids of a piece of text, with no special tokens added."""
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def filler_words(tokenizer: Any) -> list[str]:
-    """Lower-case words of 3 to 8 letters that are one token each, by id.
+    """Return the lower-case words of 3 to 8 letters that are one token each, by id.
 
-    ``ValueError`` if there are too few.
+    Raises:
+        ValueError: if there are too few.
     """
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
@@ -112,7 +77,7 @@ def filler_words(tokenizer: Any) -> list[str]:
 
 
 def read_haystack(path: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text file; ``ValueError`` if the file is absent, no text, or empty."""
+    """Read a text file as token ids; ``ValueError`` if it is absent, empty or not text."""
     try:
         ids = encode(tokenizer, Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -154,9 +119,12 @@ class TextRecall:
     ) -> None:
         if not 1 <= passkeys <= len(ORDINALS):
             raise ValueError(f"passkeys must lie in [1, {len(ORDINALS)}], got {passkeys}")
-        self.tokenizer, self.haystack = tokenizer, haystack
-        self.passkeys, self.passkey_words = passkeys, passkey_words
-        self.min_length, self.max_length = min_length, max_length
+        self.tokenizer = tokenizer
+        self.haystack = haystack
+        self.passkeys = passkeys
+        self.passkey_words = passkey_words
+        self.min_length = min_length
+        self.max_length = max_length
         self.words = [] if haystack else filler_words(tokenizer)
         bos = tokenizer.bos_token_id
         self._head = [*([] if bos is None else [bos]), *encode(tokenizer, INTRODUCTION)]
@@ -170,9 +138,7 @@ class TextRecall:
             )
 
     def draw(self, rng: random.Random) -> MarkedText:
-        """A sample of min_length to max_length tokens, or of what the passkeys alone take where
-        that is more.
-        """
+        """Draw a sample of min_length to max_length tokens, more if the passkeys need more."""
         pieces = self._pieces(rng)
         room = rng.randint(self.min_length, self.max_length) - self._fixed_length(pieces)
         text = self._filler(rng, max(0, room))
@@ -187,7 +153,7 @@ class TextRecall:
         return MarkedText(tuple(ids), tuple(range(start, len(ids))))
 
     def _depths(self, rng: random.Random) -> list[float]:
-        """Where the passkeys lie, as shares of the haystack, ascending and all different."""
+        """Draw where the passkeys lie, as shares of the haystack, ascending and all different."""
         steps = sorted(rng.sample(range(DEPTHS), self.passkeys))
         return [SHALLOWEST + (DEEPEST - SHALLOWEST) * step / (DEPTHS - 1) for step in steps]
 
@@ -218,12 +184,12 @@ class TextRecall:
 
 
 def knows_bindings(tokenizer: Any) -> bool:
-    """Whether ``tokenizer`` is one of the tiny task: a binding is one token of its own."""
+    """Return whether ``tokenizer`` is one of the tiny task: a binding is one token of its own."""
     return "b=3" in tokenizer.get_vocab()
 
 
 def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str, bool]]]:
-    r"""``(problem, words of the answer part)`` in the tiny model's own words.
+    r"""Return ``(problem, words of the answer part)`` in the tiny model's own words.
 
     A word carries whether it is a passkey.
 
@@ -279,7 +245,7 @@ def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str,
 
 
 def recall_sample(tokenizer: Any, rng: random.Random, passkeys: int) -> MarkedText:
-    """:func:`draw_recall` as token ids, in the chat form that the tiny model was trained on."""
+    """Return :func:`draw_recall` as token ids, in the chat form of the tiny model's training."""
     problem, answer = draw_recall(rng, passkeys)
     prompt = tokenizer(render_prompt(tokenizer, problem), add_special_tokens=False).input_ids
     ids = [*prompt, *tokenizer.convert_tokens_to_ids([word for word, _ in answer])]

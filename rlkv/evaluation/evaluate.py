@@ -8,7 +8,6 @@ files.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rlkv.evaluation.metrics import RepetitionRule
-from rlkv.evaluation.runner import KEY, RunSettings, render_problems, run_method
+from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task, trained_template
@@ -33,8 +32,12 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
 from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.store import Row, check_results, iter_rows
+from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 
+FULL = "full"
+RANDOM_HEADS = "random-heads"
+RESULTS = "results.json"
+REPORTS = ("report.html", "report.md")
 WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
 
 
@@ -47,9 +50,10 @@ class Processes:
     device: str
 
     def wait_for_all(self) -> None:
-        """Return when every process has come here.
+        """Wait until every process has come here, once.
 
-        A ``ValueError`` if one of them ended without.  Only once.
+        Raises:
+            ValueError: if one of them ended before.
         """
         if self.count == 1:
             return
@@ -58,39 +62,34 @@ class Processes:
         except RuntimeError as error:
             raise ValueError(
                 "another process of this run ended before its share was done: its output says why; "
-                "finished rows "
-                "are kept: run the same command again to resume"
+                "finished rows are kept: run the same command again to resume"
             ) from error
         dist.destroy_process_group()
 
 
 def join_processes(device: str) -> Processes:
-    """This process among those that torchrun or ``accelerate launch`` started.
-
-    One if it was started alone.
+    """Join the processes that torchrun or ``accelerate launch`` started, if there are others.
 
     With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there
     are GPUs.
     """
-    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes(0, 1, device)
-    # gloo: only the end is waited for, and it notices closed connections where nccl waits for its
-    # timeout
+    # only the end is waited for: gloo notices closed connections, nccl waits for its timeout
     dist.init_process_group("gloo", timeout=WAIT)
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return Processes(rank, count, device)
 
 
-FULL = "full"
-RANDOM_HEADS = "random-heads"
-
-
 @dataclass(frozen=True)
 class CompressionMethod:
-    """A parsed name; without a ranking all heads are compressible (none for ``full``), without a
-    policy: a window.
+    """A parsed name of a method.
+
+    Without a ranking all heads are compressible (none for ``full``); without a policy these keep
+    sinks and a window.
     """
 
     name: str
@@ -101,7 +100,7 @@ class CompressionMethod:
     def allocation(
         self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int
     ) -> HeadAllocation:
-        """The full heads for a model; a ``ValueError`` if the gates are not those of the model."""
+        """Return the full heads; ``ValueError`` if the gates are not those of the model."""
         shape = ModelShape.from_config(config)
         size = (shape.num_layers, shape.num_kv_heads)
         if self.ranking is None:
@@ -114,17 +113,21 @@ class CompressionMethod:
 
 
 def parse_methods(names: Sequence[str], rankings: list[str]) -> list[CompressionMethod]:
-    """The methods ``names``, each of which may be named once; otherwise as :func:`parse_method`."""
-    parsed = [parse_method(name, rankings) for name in names]
-    for i, method in enumerate(parsed):
-        if any(replace(method, name=other.name) == other for other in parsed[:i]):
-            raise ValueError(f"--methods names {method.name!r} twice: leave one out")
+    """Parse methods, each of which may be named once; otherwise as :func:`parse_method`."""
+    parsed: list[CompressionMethod] = []
+    for name in names:
+        method = parse_method(name, rankings)
+        if any(replace(method, name=other.name) == other for other in parsed):
+            raise ValueError(f"--methods names {name!r} twice: leave one out")
+        parsed.append(method)
     return parsed
 
 
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
-    """The method ``name``; ``rankings`` are the names of the gates files.  A ``ValueError`` says
-    what is known.
+    """Parse a method such as ``rlkv@0.5+rkv@256``; ``rankings`` are the names of the gates files.
+
+    Raises:
+        ValueError: for another form or name; says what is known.
     """
     if name == FULL:
         return CompressionMethod(name, None, None, None)
@@ -135,18 +138,17 @@ def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
         known = ", ".join([FULL, *rankings, RANDOM_HEADS, *POLICIES])
         raise ValueError(
             f"method {name!r} is not understood: write full, HEADS@SPARSITY, POLICY@BUDGET or both "
-            "joined by +, of "
-            f"{known}"
+            f"joined by +, of {known}"
         )
-    ranking, sparsity = None, None
+    ranking = None
+    sparsity = None
     if heads:
         ranking, _, text = heads[0].partition("@")
         sparsity = _number(text, name, f"{ranking}@0.5")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"method {name!r}: sparsity {text} is not in [0, 1]")
-    return CompressionMethod(
-        name, ranking, sparsity, _parse_policy(policies[0], name) if policies else None
-    )
+    policy = _parse_policy(policies[0], name) if policies else None
+    return CompressionMethod(name, ranking, sparsity, policy)
 
 
 def _parse_policy(part: str, name: str) -> EvictionPolicy:
@@ -172,15 +174,16 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[str, HeadGates]:
-    """Gates files given as FILE or NAME=FILE, by names that are not ``reserved``.
+    """Load gates files given as FILE or NAME=FILE, by names that are not ``reserved``.
 
-    An existing file is taken whole.
+    An item that is an existing file is one, whatever signs it holds.
     """
     named: dict[str, str] = {}
     for item in items:
         name, separator, file = item.partition("=")
         if Path(item).is_file() or not separator:
-            name, file = Path(item).stem, item
+            name = Path(item).stem
+            file = item
         if not name.strip() or set(name) & set("/+@,:"):
             raise ValueError(
                 f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ "
@@ -225,28 +228,27 @@ class TaskOptions(CacheOptions, ModelOptions):
 
     @property
     def rule(self) -> RepetitionRule:
-        """What counts as repetitive."""
+        """Return what counts as repetitive."""
         return RepetitionRule(*self.repetition)
 
     def token_limit(self, task: EvalTask) -> int:
-        """Most new tokens of a text of ``task``."""
+        """Return the most new tokens of a text of ``task``."""
         return number_for(task.name, self.max_new_tokens, "--max-new-tokens") or task.max_new_tokens
 
     def chosen_template(self, gates: Iterable[HeadGates]) -> str | None:
-        """The template as given, else the one of all gates; None: the tasks' own, which are the
-        published ones.
-        """
+        """Return the template as given, else the one of all gates; None: the tasks' own."""
         return self.template or trained_template(gates)
 
     def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
-        """Every task with its problems."""
+        """Load every task with its problems."""
         tasks = find_tasks(self.tasks, self.data)
         return [(task, load_task(task.name, self.data, self.limit, template)) for task in tasks]
 
 
 def number_for(task: str, values: Sequence[str], option: str) -> int | None:
-    """The number of ``task`` in values such as ``4 math500=2``: its own, else that of all tasks,
-    else None.
+    """Return the number of ``task`` in values such as ``4 math500=2``, or None.
+
+    Its own number counts, else that of all tasks.
 
     Raises:
         ValueError: for a value of another form, a number below 1, a task that is unknown or named
@@ -260,15 +262,10 @@ def number_for(task: str, values: Sequence[str], option: str) -> int | None:
         if not number.isdecimal() or int(number) < 1 or name in found:
             raise ValueError(
                 f"{option} {' '.join(values)}: {value!r} is wrong or a second value for the same "
-                "tasks: give N for all "
-                "tasks and TASK=N for single ones, N at least 1"
+                "tasks: give N for all tasks and TASK=N for single ones, N at least 1"
             )
         found[name] = int(number)
     return found.get(task, found.get(""))
-
-
-RESULTS, REPORTS = "results.json", ("report.html", "report.md")
-_ROWS = re.compile(r"rows-\d+-of-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,19 +290,23 @@ class EvalConfig(SamplingOptions, TaskOptions):
     """
 
     def check(self) -> None:
-        """As of :class:`TaskOptions`, and the numbers of samples."""
+        """Raise ``ValueError`` for values that no evaluation can have."""
         super().check()
         number_for("", self.num_samples, "--num-samples")
 
     def samples_of(self, task: EvalTask) -> int:
-        """Samples of each problem of ``task``."""
+        """Return the samples of each problem of ``task``."""
         return number_for(task.name, self.num_samples, "--num-samples") or 1
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was decoded: rows by (task, method), and ``config``, the options with what was chosen
-    for their defaults.
+    """What was decoded.
+
+    Attributes:
+        methods: in the order in which they were named.
+        rows: by (task, method).
+        config: the options, with what was chosen for their defaults.
     """
 
     methods: list[CompressionMethod]
@@ -316,21 +317,23 @@ class Evaluation:
 def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet.
 
-    None in all processes of a run but the first.
+    Returns:
+        The evaluation; None in all processes of a run but the first.
     """
     check_results(config.output_dir, RESULTS, REPORTS, ("config", "results"))
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
-    names = [method.name for method in methods]
-    if config.baseline is not None and config.baseline not in names:
+    if config.baseline not in (None, *config.methods):
         raise ValueError(
             f"--baseline {config.baseline!r} is not among the methods: choose from "
-            f"{', '.join(names)}"
+            f"{', '.join(config.methods)}"
         )
-    cache, template = config.cache_settings(rankings), config.chosen_template(rankings.values())
+    cache = config.cache_settings(rankings)
+    template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
-    settings = {
-        task.name: RunSettings(
+    settings = {}
+    for task, _ in loaded:
+        settings[task.name] = RunSettings(
             cache,
             config.sampling_params(config.token_limit(task)),
             config.samples_of(task),
@@ -338,47 +341,42 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
             config.rule,
             stop_repetitive=config.stop_repetitive,
         )
-        for task, _ in loaded
-    }
     processes = join_processes(config.device)  # before the model, which takes long to load
     model, tokenizer = replace(config, device=processes.device).load()
-    allocations = {
-        method.name: method.allocation(model.config, rankings, config.seed) for method in methods
-    }
-    problems = {task.name: render_problems(task, found, tokenizer) for task, found in loaded}
-    folders = {
-        (task, method.name): config.output_dir / task.replace(":", "_") / method.name
-        for task, method in product(problems, methods)
-    }
-    for task, method in product(problems, methods):
-        title = f"{task} {method.name}" + (
-            f" (process 0 of {processes.count})" if processes.count > 1 else ""
-        )
-        folder = folders[task, method.name]
-        own = replace(settings[task], cache=cache.with_policy(method.policy))
-        own = replace(own, rank=processes.rank, ranks=processes.count)
-        # files of this number of processes hold the shares of their own processes only
-        earlier = [file for file, count in _files(folder).items() if count != processes.count]
-        file = folder / f"rows-{processes.rank}-of-{processes.count}.jsonl"
-        heads = allocations[method.name]
-        with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
-            run_method(
-                model, tokenizer, problems[task], heads, own, file, {}, partial(_show, bar), earlier
-            )
+    allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
+    for task, found in loaded:
+        problems = render_problems(task, found, tokenizer)
+        for method, allocation in zip(methods, allocations, strict=True):
+            folder = rows_folder(config, task, method)
+            title = f"{task.name} {method.name}"
+            if processes.count > 1:
+                title += f" (process 0 of {processes.count})"
+            with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
+                run_method(
+                    model,
+                    tokenizer,
+                    problems,
+                    allocation,
+                    replace(
+                        settings[task.name],
+                        cache=cache.with_policy(method.policy),
+                        rank=processes.rank,
+                        ranks=processes.count,
+                    ),
+                    shard_file(folder, ROWS, processes.rank, processes.count),
+                    facts={},
+                    on_rows=partial(_show, bar),
+                )
     processes.wait_for_all()
     if processes.rank > 0:
         return None
     rows = {}
-    for (task, name), folder in folders.items():
-        found = {
-            (row["key"], row["sample"]): row
-            for file in _files(folder)
-            for row in iter_rows(file, KEY)
-        }
-        samples = range(settings[task].num_samples)
-        rows[task, name] = [
-            found[problem.key, sample] for problem, sample in product(problems[task], samples)
-        ]
+    for task, found in loaded:
+        samples = range(settings[task.name].num_samples)
+        for method in methods:
+            rows[task.name, method.name] = read_rows(
+                rows_folder(config, task, method), found, samples
+            )
     chosen = {
         "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
@@ -394,14 +392,18 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     return Evaluation(methods, rows, asdict(config) | chosen)
 
 
+def rows_folder(config: EvalConfig, task: EvalTask, method: CompressionMethod) -> Path:
+    """Return where the rows of a method on a task are."""
+    return config.output_dir / task.name.replace(":", "_") / method.name
+
+
+def read_rows(folder: Path, problems: list[EvalProblem], samples: range) -> list[Row]:
+    """Read the shares of all processes, in the order of problems and samples."""
+    found = {(row["key"], row["sample"]): row for row in iter_shards(folder, ROWS, KEY)}
+    return [found[problem.id, sample] for problem, sample in product(problems, samples)]
+
+
 def _show(bar: ProgressBar, done: int, total: int, accuracy: float) -> None:
-    """Units done and accuracy so far, of this process."""
     if bar.total is None:
         bar.resume(done)
     bar.update(done, total, note=f"accuracy {accuracy:.3f}" if done else "")
-
-
-def _files(folder: Path) -> dict[Path, int]:
-    """Files of rows, and the number of processes of the run that wrote each."""
-    matches = {file: _ROWS.fullmatch(file.name) for file in sorted(folder.glob("rows-*.jsonl"))}
-    return {file: int(match.group(1)) for file, match in matches.items() if match}

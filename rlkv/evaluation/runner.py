@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
@@ -34,19 +34,28 @@ from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.utils.runtime import commit, digest
-from rlkv.utils.store import Row, open_store, read_store
+from rlkv.utils.store import Row, iter_shards, open_store
 from rlkv.verifier.extraction import THINKING
+
+# rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
+UNGRADED = 64
+ROWS = "rows"  # shards of a job are rows-0-of-4.jsonl and so on
+KEY = ("key", "sample")
+# a resumed run must have the same versions
+LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
+SAMPLED = 1024  # elements of each parameter that its digest sees
 
 
 class Background:
-    """Jobs run in order on one other thread; ``submit`` waits while ``capacity`` are open, and
-    raises what one raised.
+    """Jobs that run in order on one other thread.
 
-    Leaving the context waits for all jobs or, after an error, drops those that have not begun.
+    ``submit`` waits while ``capacity`` jobs are open, and raises what one of them raised.  Leaving
+    the context waits for all jobs or, after an error, drops those that have not begun.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._pool, self._capacity = ThreadPoolExecutor(1, "grading"), capacity
+        self._pool = ThreadPoolExecutor(1, "grading")
+        self._capacity = capacity
         self._open: deque[Future[None]] = deque()
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -64,23 +73,15 @@ class Background:
                 job.result()
 
 
-# rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
-UNGRADED = 64
-KEY = ("key", "sample")
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "math-verify",
-    "sympy",
-)  # a resumed run must have the same versions
-SAMPLED = 1024  # elements of each parameter that its digest sees
-Unit = tuple[int, int]  # problem, sample
-
-
 @dataclass(frozen=True)
 class Problem:
-    """``key`` in the files, rendered ``prompt``, grader of texts, and what verdicts depend on
-    (answer, tests).
+    """One problem as the model reads it.
+
+    Attributes:
+        key: its name in the files.
+        prompt: rendered.
+        grade: whether a text is right.
+        reference: what verdicts depend on, such as the answer and the tests.
     """
 
     key: str
@@ -124,40 +125,59 @@ class RunSettings:
                 f"{self.num_samples} samples of greedy decoding are all the same: set a "
                 "temperature or take one sample"
             )
-        if (
-            self.planned is not None
-            and getattr(self.cache.eviction, "variant", None) == "rlkv_tables"
-        ):
+        variant = getattr(self.cache.eviction, "variant", None)
+        if self.planned is not None and variant == "rlkv_tables":
             raise ValueError(
                 "planned lengths do not go with variant=rlkv_tables, whose budget grows with the "
                 "text"
             )
 
+    def engine(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        allocation: HeadAllocation,
+    ) -> InferenceEngine:
+        """Return what decodes."""
+        return InferenceEngine(
+            model,
+            tokenizer,
+            allocation,
+            sink=self.cache.sink,
+            window=self.cache.window,
+            prefill=self.cache.prefill,
+            batch_size=self.batch_size,
+            eviction=self.cache.eviction,
+            protect_prompt=self.cache.protect_prompt,
+        )
+
     def fingerprint(self) -> dict[str, Any]:
-        """All settings that rows depend on."""
+        """Return all settings that rows depend on."""
+        compared = asdict(self)
+        for name in ("rank", "ranks", "batch_size"):
+            del compared[name]
+        # rows that were measured before there were these settings stay valid
+        if self.planned is None:
+            del compared["planned"]
+        if not self.cache.protect_prompt:
+            del compared["cache"]["protect_prompt"]
         policy = self.cache.eviction
-        left_out = ("rank", "ranks", "batch_size", *(["planned"] if self.planned is None else []))
-        compared = {name: value for name, value in asdict(self).items() if name not in left_out}
-        cache = asdict(self.cache) | {"eviction": policy.describe() if policy else None}
-        if (
-            not self.cache.protect_prompt
-        ):  # rows that were measured before there was the setting stay valid
-            del cache["protect_prompt"]
-        return compared | {"cache": cache}
+        compared["cache"]["eviction"] = policy.describe() if policy else None
+        return compared
 
 
 def render_problems(
     task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
 ) -> list[Problem]:
-    """``problems`` of ``task`` as the model reads them."""
-
-    def render(problem: EvalProblem) -> Problem:
+    """Return ``problems`` of ``task`` as the model reads them."""
+    rendered = []
+    for problem in problems:
         prompt = render_prompt(tokenizer, problem.prompt, "plain")
-        opened = THINKING if prompt.rstrip().endswith(THINKING) else ""  # by the chat template
+        # a chat template may open the thoughts, which the text then closes
+        opened = THINKING if prompt.rstrip().endswith(THINKING) else ""
         grade = partial(_grade, task, problem, opened)
-        return Problem(problem.id, prompt, grade, f"{problem.answer}{problem.meta}")
-
-    return [render(problem) for problem in problems]
+        rendered.append(Problem(problem.id, prompt, grade, f"{problem.answer}{problem.meta}"))
+    return rendered
 
 
 def _grade(task: EvalTask, problem: EvalProblem, opened: str, text: str) -> bool:
@@ -173,15 +193,13 @@ def run_method(
     rows_file: Path,
     facts: dict[str, Any],
     on_rows: Callable[[int, int, float], None],
-    earlier: Iterable[Path] = (),
 ) -> list[Row]:
-    """Decode and grade what ``rows_file`` does not hold yet.
+    """Decode and grade what ``rows_file``, and other shards next to it, do not hold yet.
 
     Args:
         facts: what else the rows depend on besides settings, problems, prompts, model and versions.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on
             another thread.
-        earlier: files of the same run with another number of processes, whose rows are taken over.
 
     Returns:
         Rows in the order of problems and samples, with the fields key, sample, text, token_ids,
@@ -191,144 +209,125 @@ def run_method(
 
     Raises:
         ValueError: if one of the files was written with other settings; the differences are named.
-        StoreInUseError: if another process is writing one of them.
+        StoreInUseError: if another process is writing ``rows_file``.
     """
-    cache = settings.cache
-    engine = InferenceEngine(
-        model,
-        tokenizer,
-        allocation,
-        cache.sink,
-        cache.window,
-        cache.prefill,
-        settings.batch_size,
-        cache.eviction,
-        protect_prompt=cache.protect_prompt,
-    )
-    run = _Run(engine, problems, settings)
-    compared = run.fingerprint(facts)
-    found = [row for file in earlier for row in read_store(file, KEY, compared)]
+    engine = settings.engine(model, tokenizer, allocation)
+    prompts = [problem.prompt for problem in problems]
+    lengths = engine.prompt_lengths(prompts)
+    size = EntrySize.of(model)
+    units = list(product(range(len(problems)), range(settings.num_samples)))
+    units = units[settings.rank :: settings.ranks]
+    keys = [(problems[problem].key, sample) for problem, sample in units]
+    compared = fingerprint(engine, problems, settings, facts)
+    done: dict[tuple[str, int], Row] = {}
+    wanted = set(keys)
+    for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
+        if (row["key"], row["sample"]) in wanted:
+            done[row["key"], row["sample"]] = row
     recorded = {"commit": commit(), "batch_size": settings.batch_size}
     with open_store(rows_file, compared, KEY, recorded) as store:
-        kept = {(row["key"], row["sample"]): row for row in [*found, *store.rows]}
-        done = {key: kept[key] for key in map(run.key, run.units) if key in kept}
-        right = sum(row["correct"] for row in done.values())
-        on_rows(len(done), len(run.units), right / max(1, len(done)))
-
-        def write(make_row: Callable[[], Row]) -> None:
-            nonlocal right
-            row = make_row()
-            store.append(row)
+        for row in store.rows:
             done[row["key"], row["sample"]] = row
+        right = sum(row["correct"] for row in done.values())
+        on_rows(len(done), len(units), right / max(1, len(done)))
+
+        def grade_and_write(problem: int, sample: int, completion: Completion) -> None:
+            nonlocal right
+            row = {
+                "key": problems[problem].key,
+                "sample": sample,
+                "correct": problems[problem].grade(completion.text),
+                **measured(completion, settings, allocation, size, lengths[problem], problem),
+            }
+            store.append(row)
+            done[row["key"], sample] = row
             right += row["correct"]
-            on_rows(len(done), len(run.units), right / len(done))
+            on_rows(len(done), len(units), right / len(done))
 
-        missing = [unit for unit in run.units if run.key(unit) not in done]
-        with Background(max(UNGRADED, 2 * settings.batch_size)) as background:
-            for unit, completion in run.decode(missing):
-                background.submit(partial(write, partial(run.row, unit, completion)))
-    return [done[run.key(unit)] for unit in run.units]
-
-
-class _Run:
-    """The share of the units that this process decodes."""
-
-    def __init__(
-        self, engine: InferenceEngine, problems: list[Problem], settings: RunSettings
-    ) -> None:
-        self.engine, self.problems, self.settings = engine, problems, settings
-        self.lengths = engine.prompt_lengths([problem.prompt for problem in problems])
-        self.size = EntrySize.of(engine.model)
-        units = list(product(range(len(problems)), range(settings.num_samples)))
-        self.units = units[settings.rank :: settings.ranks]
-
-    def key(self, unit: Unit) -> tuple[str, int]:
-        return self.problems[unit[0]].key, unit[1]
-
-    def fingerprint(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """``facts``, and all else that rows depend on."""
-        prompts = [problem.prompt for problem in self.problems]
-        own = self.settings.fingerprint() | {
-            "full_heads": self.engine.allocation.full.int().flatten().tolist(),
-            "problems": digest_of(
-                [[problem.key, problem.prompt, problem.reference] for problem in self.problems]
-            ),
-            "prompt_tokens": digest_of(
-                self.engine.tokenizer(prompts, add_special_tokens=False).input_ids
-            ),
-            "end_tokens": self.engine.eos_ids,
-            "model_state": model_facts(self.engine.model),
-            "libraries": library_facts(),
-        }
-        assert not own.keys() & facts.keys()
-        return own | facts
-
-    def decode(self, units: list[Unit]) -> Iterator[tuple[Unit, Completion]]:
-        """The units with their texts, as these end."""
-        settings, engine = self.settings, self.engine
+        missing = [unit for unit, key in zip(units, keys, strict=True) if key not in done]
         stream = engine.stream(
-            [self.problems[problem].prompt for problem, _ in units],
+            [prompts[problem] for problem, _ in missing],
             settings.sampling,
-            [problem * settings.num_samples + sample for problem, sample in units],
+            [problem * settings.num_samples + sample for problem, sample in missing],
             settings.rule if settings.stop_repetitive else None,
-            full=bool(engine.allocation.full.all()),
-            planned=None
-            if settings.planned is None
-            else [settings.planned[problem] for problem, _ in units],
+            full=bool(allocation.full.all()),
+            planned=settings.planned and [settings.planned[problem] for problem, _ in missing],
         )
-        with closing(stream):
+        capacity = max(UNGRADED, 2 * settings.batch_size)
+        with Background(capacity) as background, closing(stream):
             for place, completion in stream:
-                yield units[place], completion
+                background.submit(partial(grade_and_write, *missing[place], completion))
+    return [done[key] for key in keys]
 
-    def row(self, unit: Unit, completion: Completion) -> Row:
-        """The line of the file."""
-        key, sample = self.key(unit)
-        prompt = torch.tensor([self.lengths[unit[0]]])
-        tokens = prompt + len(completion.token_ids) - 1  # the last token is never fed
-        settings, full = self.settings, self.engine.allocation.full
-        # a text that ends by itself is not checked at its end token
-        checked = (
-            completion.token_ids[:-1]
-            if completion.finish_reason == "stop"
-            else completion.token_ids
-        )
-        planned = None if settings.planned is None else torch.tensor([settings.planned[unit[0]]])
-        held, whole = kv_nbytes(settings.cache, full, self.size, prompt, tokens, planned)
-        return {
-            "key": key,
-            "sample": sample,
-            "correct": self.problems[unit[0]].grade(completion.text),
-            "finish_reason": completion.finish_reason,
-            "repetitive": settings.rule(checked),
-            "kv_bytes": int(held),
-            "kv_bytes_full": int(whole),
-            "seconds": round(completion.seconds, 4),
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-        }
+
+def measured(
+    completion: Completion,
+    settings: RunSettings,
+    allocation: HeadAllocation,
+    size: EntrySize,
+    prompt_length: int,
+    problem: int,
+) -> Row:
+    """Return the fields of a row that need no verdict."""
+    ids = completion.token_ids
+    prompt = torch.tensor([prompt_length])
+    tokens = prompt + len(ids) - 1  # the last token is never fed
+    planned = None if settings.planned is None else torch.tensor([settings.planned[problem]])
+    held, whole = kv_nbytes(settings.cache, allocation.full, size, prompt, tokens, planned)
+    # a text that ends by itself is not checked at its end token
+    checked = ids[:-1] if completion.finish_reason == "stop" else ids
+    return {
+        "finish_reason": completion.finish_reason,
+        "repetitive": settings.rule(checked),
+        "kv_bytes": int(held),
+        "kv_bytes_full": int(whole),
+        "seconds": round(completion.seconds, 4),
+        "text": completion.text,
+        "token_ids": ids,
+    }
+
+
+def fingerprint(
+    engine: InferenceEngine,
+    problems: list[Problem],
+    settings: RunSettings,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Return ``facts``, and all else that rows depend on."""
+    prompts = [problem.prompt for problem in problems]
+    described = [[problem.key, problem.prompt, problem.reference] for problem in problems]
+    ids = engine.tokenizer(prompts, add_special_tokens=False).input_ids
+    return settings.fingerprint() | {
+        "full_heads": engine.allocation.full.int().flatten().tolist(),
+        "problems": digest_of(described),
+        "prompt_tokens": digest_of(ids),
+        "end_tokens": engine.eos_ids,
+        "model_state": model_facts(engine.model),
+        "libraries": library_facts(),
+        **facts,
+    }
 
 
 def digest_of(value: Any) -> str:
-    """A digest of ``value`` as JSON, whatever the order of its keys."""
+    """Return a digest of ``value`` as JSON, whatever the order of its keys."""
     return digest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Config, kind of device, number type and a hash over up to 1,024 evenly spaced elements of
-    each parameter.
+    """Return config, kind of device, number type, and a hash of the weights.
 
-    Another training, merge or quantization is seen, a change of single elements may not be.
+    The hash is over up to 1,024 evenly spaced elements of each parameter: another training, merge
+    or quantization is seen, a change of single elements may not be.
     """
-    config = {
-        name: value for name, value in model.config.to_dict().items() if not name.startswith("_")
-    }
-    config.pop("transformers_version", None)
+    config = model.config.to_dict()
+    for name in list(config):
+        if name.startswith("_") or name == "transformers_version":
+            del config[name]
     weights = bytearray()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().flatten()
-        places = torch.linspace(
-            0, flat.numel() - 1, min(SAMPLED, flat.numel()), dtype=torch.float64
-        ).long()
+        count = min(SAMPLED, flat.numel())
+        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].cpu()
         weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
         weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
@@ -342,10 +341,7 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
 
 @functools.cache
 def library_facts() -> dict[str, str]:
-    """Versions of this package and of the libraries that decode and grade.
-
-    Absent ones are left out.
-    """
+    """Return the versions of this package and of the installed libraries that decode and grade."""
     found = {"rlkv": __version__}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):

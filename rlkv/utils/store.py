@@ -207,6 +207,35 @@ def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
             yield row
 
 
+def shard_file(folder: Path, name: str, shard: int, count: int) -> Path:
+    """Return the file of shard ``shard`` (from 0) of ``count``."""
+    return folder / f"{name}-{shard}-of-{count}.jsonl"
+
+
+def iter_shards(
+    folder: Path,
+    name: str,
+    key: Sequence[str],
+    settings: dict[str, Any] | None = None,
+) -> Iterator[Row]:
+    """Yield the rows of all shards once each, one in memory at a time.
+
+    Rows do not depend on the shard, so that a job resumes with another number of shards.  Other
+    processes may be writing, and two of them may have made the same row.
+
+    Raises:
+        ValueError: if a shard is damaged, or was written with other settings than ``settings``.
+    """
+    seen: set[Hashable] = set()
+    for path in sorted(folder.glob(f"{name}-*-of-*.jsonl")):
+        if settings is not None and path.stat().st_size:
+            check_settings(path, settings)
+        for row in iter_rows(path, key):
+            if key_of(row, key) not in seen:
+                seen.add(key_of(row, key))
+                yield row
+
+
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError, which names what differs, if the rows were made with other settings."""
     check_output(path)

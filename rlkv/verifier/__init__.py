@@ -1,4 +1,4 @@
-"""Is this answer right? Library, worker pool and the worker's own process."""
+"""Is this answer right?  Extract it, compare it, and survive whatever a model writes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import math
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -33,10 +33,12 @@ PAIRS_PER_WORKER = 16  # waiting pairs above which another worker starts
 
 
 class _Worker:
-    """One process with at most one pair at a time; ``deadline`` is when it has to have answered."""
+    """One process that compares, and ends with this one: when its input closes, or by its timer."""
 
     def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+        self.busy = True
+        self._timeout = timeout
+        self.is_ready = False
         # -P: the package's folder must not shadow libraries of the same names
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER_FILE), str(timeout)],
@@ -44,35 +46,52 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+
+    def compare(self, pairs: Pairs) -> bool | None:
+        """Return whether one of the pairs is equal; None if the process did not answer."""
+        if not self.is_ready:
+            reply = self._read(START_SECONDS)
+            if reply != b"ready\n":
+                reason = reply.decode(errors="replace").strip() or "it ended or took too long"
+                raise RuntimeError(f"the verifier's worker process could not start: {reason}")
+            self.is_ready = True
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.requests, self.replies = self.process.stdin, self.process.stdout
-        self.ready = self.was_killed_by_others = False
-        self.job: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
-
-    def submit(self, job: int, pairs: Pairs) -> bool:
-        """Hand over a job; False if the process is gone."""
         try:
-            self.requests.write(json.dumps(pairs).encode() + b"\n")
-            self.requests.flush()
-        except OSError:
-            return False
-        self.job = job
-        self.deadline = time.monotonic() + WALL_FACTOR * self.timeout
-        return True
+            self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:  # it died while it was idle
+            return None
+        reply = self._read(WALL_FACTOR * self._timeout)
+        return reply == b"1\n" if reply in (b"0\n", b"1\n") else None
 
-    def stop(self) -> None:
-        """Kill the process and reap it."""
-        late = time.monotonic() >= self.deadline
+    def _read(self, seconds: float) -> bytes:
+        """Return the next line; empty if the process ended or took too long."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        # poll, because select refuses descriptors above 1,024
+        waiting = select.poll()
+        waiting.register(self.process.stdout, select.POLLIN | select.POLLHUP)
+        while (left := deadline - time.monotonic()) > 0:
+            if waiting.poll(1000 * left):
+                return self.process.stdout.readline()
+        return b""
+
+    def stop(self) -> bool:
+        """Kill the process; return whether it had been killed by others, such as for its memory."""
+        # its own timer ends it by SIGPROF, and a process that is late is still there
+        code = self.process.poll()
+        if code is None:
+            with suppress(subprocess.TimeoutExpired):  # its pipe closes before it can be reaped
+                code = self.process.wait(0.1)
         self.process.kill()
+        self.process.wait()
         self.forget()
-        # neither its own timer nor this side's: the out-of-memory killer, for instance
-        self.was_killed_by_others = self.process.wait() != -signal.SIGPROF and not late
+        return code not in (None, -signal.SIGPROF)
 
     def forget(self) -> None:
         """Close this side of the pipes only."""
-        for pipe in (self.requests, self.replies):
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
             with suppress(OSError):  # unsent bytes for a dead process
                 pipe.close()
 
@@ -81,14 +100,14 @@ class WorkerPool:
     """Up to ``num_workers`` processes, started when there is work for them, replaced when killed.
 
     Safe to use from several threads (one batch at a time) and after a fork (the child starts its
-    own processes).  The processes end with their parent: an idle one when its input closes, a busy
-    one by its own timer.
+    own processes).
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
-        """``timeout`` is the limit for one pair, in seconds of CPU time.
+        """Start nothing yet.
 
-        Ten times that is the limit in wall time.
+        ``timeout`` is the limit for one pair, in seconds of CPU time; ten times that is the limit
+        in wall time.
         """
         if num_workers < 1 or not timeout > 0:
             raise ValueError(
@@ -98,34 +117,44 @@ class WorkerPool:
         self.num_workers = num_workers
         self.timeout = timeout
         self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one batch at a time
+        self._guard = threading.Lock()  # of the list of workers, in a batch
         self._owner = os.getpid()
+        self._is_stopping = False
 
-    def run(self, pairs: list[Pairs]) -> list[bool]:
-        """Whether one ``(right answer, candidate)`` of each job is equal.
+    def run(self, jobs: list[Pairs]) -> list[bool]:
+        """Return whether one ``(right answer, candidate)`` of each job is equal.
 
-        A job that outlasts the limit has none.
-
-        A pair whose worker dies otherwise gets one more try: the pair may not have caused it.
+        A job that outlasts the limit has none.  One whose worker dies otherwise gets one more try:
+        it may not have caused it.
 
         Raises:
             ValueError: if math-verify is not installed.
             RuntimeError: if a process cannot start.
         """
-        if not pairs:
+        if not jobs:
             return []
         if os.getpid() != self._owner:  # forked: these processes are the parent's
             for worker in self._workers:
                 worker.forget()
-            self._workers, self._lock, self._owner = [], threading.Lock(), os.getpid()
+            self._workers = []
+            self._lock = threading.Lock()
+            self._guard = threading.Lock()
+            self._owner = os.getpid()
         if importlib.util.find_spec("math_verify") is None:
             require("math_verify", "eval")
         with self._lock:
+            self._is_stopping = False
+            threads = min(self.num_workers, -(-len(jobs) // PAIRS_PER_WORKER))
+            executor = ThreadPoolExecutor(threads, "verifier")
             try:
-                return self._run(pairs)
+                return list(executor.map(self._compare, jobs))
             except BaseException:
+                executor.shutdown(wait=False, cancel_futures=True)
                 self._stop_all()  # a late reply must not be taken for the next batch's
                 raise
+            finally:
+                executor.shutdown()
 
     def close(self) -> None:
         """Kill the processes."""
@@ -133,65 +162,39 @@ class WorkerPool:
             if os.getpid() == self._owner:
                 self._stop_all()
 
+    def _compare(self, pairs: Pairs) -> bool:
+        for _ in range(2):
+            with self._guard:
+                worker = self._idle_worker()
+            verdict = worker.compare(pairs)
+            if verdict is not None:
+                worker.busy = False
+                return verdict
+            with self._guard:
+                self._workers.remove(worker)
+            if not worker.stop() or self._is_stopping:
+                break
+        return False
+
+    def _idle_worker(self) -> _Worker:
+        """Return a live process for one of the ``num_workers`` threads."""
+        for worker in [worker for worker in self._workers if not worker.busy]:
+            if worker.process.poll() is None:
+                worker.busy = True
+                return worker
+            self._workers.remove(worker)
+            worker.stop()
+        worker = _Worker(self.timeout)
+        self._workers.append(worker)
+        return worker
+
     def _stop_all(self) -> None:
+        self._is_stopping = True
         for worker in self._workers:
+            worker.process.kill()
+        for worker in list(self._workers):
             worker.stop()
         self._workers = []
-
-    def _drop(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        worker.stop()
-
-    def _run(self, pairs: list[Pairs]) -> list[bool]:
-        verdicts = [False] * len(pairs)
-        waiting = deque(range(len(pairs)))
-        retried: set[int] = set()
-        while waiting or any(w.job is not None for w in self._workers):
-            self._start_missing(len(waiting))
-            for worker in [w for w in self._workers if w.ready and w.job is None]:
-                if waiting:
-                    if worker.submit(waiting[0], pairs[waiting[0]]):
-                        waiting.popleft()
-                    else:
-                        self._drop(worker)  # it died idle; the pair goes to another
-            for worker, reply in self._wait():
-                job, worker.job = worker.job, None
-                if reply == b"ready\n" and not worker.ready:
-                    worker.ready = True
-                elif job is not None and reply in (b"0\n", b"1\n"):
-                    verdicts[job] = reply == b"1\n"
-                else:
-                    self._drop(worker)
-                    if job is not None and job not in retried and worker.was_killed_by_others:
-                        retried.add(job)
-                        waiting.appendleft(job)
-                    if not worker.ready:
-                        reason = (
-                            reply.decode(errors="replace").strip() or "it ended or took too long"
-                        )
-                        raise RuntimeError(
-                            f"the verifier's worker process could not start: {reason}"
-                        )
-        return verdicts
-
-    def _start_missing(self, waiting: int) -> None:
-        busy = sum(w.job is not None for w in self._workers)
-        wanted = min(self.num_workers, busy + -(-waiting // PAIRS_PER_WORKER))
-        while len(self._workers) < wanted:
-            self._workers.append(_Worker(self.timeout))
-
-    def _wait(self) -> list[tuple[_Worker, bytes]]:
-        """Replies of the next workers to answer; an empty reply is a death or a missed deadline."""
-        expecting = [w for w in self._workers if w.job is not None or not w.ready]
-        if not expecting:
-            return []
-        with selectors.DefaultSelector() as selector:
-            for worker in expecting:
-                selector.register(worker.replies, selectors.EVENT_READ, worker)
-            left = min(w.deadline for w in expecting) - time.monotonic()
-            answered = [key.data for key, _ in selector.select(max(0.0, left))]
-        late = [w for w in expecting if w not in answered and w.deadline <= time.monotonic()]
-        return [(w, w.replies.readline()) for w in answered] + [(w, b"") for w in late]
 
 
 Answer = str | int | float | None
@@ -200,9 +203,7 @@ _INTEGER = re.compile(r"[-+]?\d{1,100}")
 
 
 def _text(answer: Answer) -> str:
-    """The answer as text; empty for what equals nothing: no number or text, NaN, infinity as a
-    number.
-    """
+    """Return the answer as text; empty for what equals nothing, such as NaN and truth values."""
     if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
         return ""
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -214,7 +215,7 @@ def _text(answer: Answer) -> str:
 
 
 def _decide(answer: str, candidate: str) -> bool | Pairs:
-    """The verdict where no algebra is needed, else the pairs of which one must be equal."""
+    """Return the verdict where no algebra is needed, else pairs of which one must be equal."""
     if not answer or not candidate:
         return False
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(candidate):
@@ -225,8 +226,7 @@ def _decide(answer: str, candidate: str) -> bool | Pairs:
 
 
 class Verifier:
-    """Verdicts on batches of answers; see :class:`rlkv.verifier.WorkerPool` for the processes
-    behind it.
+    """Verdicts on batches of answers, by a pool of processes.
 
     A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or
     that crashes its worker, is not equal.
@@ -236,11 +236,10 @@ class Verifier:
         self.pool = WorkerPool(num_workers, timeout)
 
     def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
-        """Whether each ``(right answer, candidate)`` means the same.
+        """Return whether each ``(right answer, candidate)`` means the same.
 
-        NaN, None, truth values and empty equal nothing.
-
-        Of a right answer in GSM8K's form, what follows ``####`` counts.
+        NaN, None, truth values and empty equal nothing.  Of a right answer in GSM8K's form, what
+        follows ``####`` counts.
         """
         decided: list[bool] = []
         jobs: list[Pairs] = []
@@ -257,13 +256,13 @@ class Verifier:
         return decided
 
     def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
-        """Whether each ``(output, right answer)`` ends in that answer."""
+        """Return whether each ``(output, right answer)`` ends in that answer."""
         return self.are_equal(
             (answer, extract_answer(output) if output else None) for output, answer in pairs
         )
 
     def is_correct(self, output: str | None, answer: Answer) -> bool:
-        """Whether ``output`` ends in the right ``answer``."""
+        """Return whether ``output`` ends in the right ``answer``."""
         return self.are_correct([(output, answer)])[0]
 
     def close(self) -> None:
@@ -276,7 +275,7 @@ are_correct = _DEFAULT.are_correct
 
 
 def is_correct(output: str | None, answer: Answer) -> bool:
-    """Whether ``output`` ends in the right ``answer``.
+    """Return whether ``output`` ends in the right ``answer``.
 
     Never hangs: a comparison that takes more than five seconds of CPU time counts as not equal.
 

@@ -1,5 +1,4 @@
-"""Where the answer of a text is: after the thoughts, in the last box or the last sentence that
-states it.
+"""Where a text gives its answer: after the thoughts, in the last box or the last statement.
 
 Everything here takes time linear in the length of the text.
 """
@@ -9,13 +8,12 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-MAX_ANSWER_CHARS = (
-    1000  # no answer of the data sets has more than 160; longer text is not an answer
-)
+MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160
 MAX_NESTED_BOXES = 16
 MAX_JOINED_BOXES = 8
 GSM8K_MARK = "####"
-THINKING, THINKING_END = "<think>", "</think>"
+THINKING = "<think>"
+THINKING_END = "</think>"
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t]*")
 # \\boxed after a line break is a box, so the pair rule must not swallow its backslash
@@ -46,19 +44,19 @@ class _Box(NamedTuple):
 
 
 def after_thinking(text: str) -> str:
-    """What follows the thoughts of a reasoning model: all of the text if it has none, nothing if
-    they do not end.
+    """Return what follows the thoughts of a reasoning model.
+
+    All of the text if it has none, nothing if they do not end.
     """
     rest = text.rpartition(THINKING_END)[2]
     return "" if THINKING in rest else rest
 
 
 def _boxes(text: str) -> list[_Box]:
-    """All boxes, in the order in which they open; none if they are nested too deep."""
+    """Return all boxes, in the order in which they open; none if they are nested too deep."""
     found: list[_Box] = []
-    open_braces: list[
-        tuple[int, int]
-    ] = []  # number of the box, start of its content; -1 for other braces
+    # number of the box and start of its content; -1 for other braces
+    open_braces: list[tuple[int, int]] = []
     open_boxes = 0
     first = _BOX.search(text)
     for match in _BRACES.finditer(text, first.start()) if first else ():
@@ -87,19 +85,19 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}`` (or ``\fbox{}``), the inner one where boxes are nested.
+    r"""Return the content of the last ``\boxed{}`` or ``\fbox{}``; None if it never ends.
 
-    None if it never ends.
-
-    Escaped braces (``\{``) do not count.  Boxes nested more than 16 deep are not an answer.
+    The inner one counts where boxes are nested.  Escaped braces (``\{``) do not count.  Boxes
+    nested more than 16 deep are not an answer.
     """
     boxes = _boxes(text)
     return boxes[-1].content if boxes else None
 
 
 def _boxed(text: str, boxes: list[_Box]) -> str | None:
-    """The last box, with those before it that belong to it: the roots are [2] and [3]."""
-    content, start = boxes[-1].content, boxes[-1].start
+    """Return the last box, with those before it that belong to it: the roots are [2] and [3]."""
+    content = boxes[-1].content
+    start = boxes[-1].start
     if content is None or not content.strip():
         return None
     contents = [content]
@@ -113,9 +111,7 @@ def _boxed(text: str, boxes: list[_Box]) -> str | None:
 
 
 def _stated(text: str, start: int) -> str | None:
-    """What the last "final answer is" after ``start`` states: a formula, or the rest of the
-    sentence.
-    """
+    """Return what the last "final answer is" after ``start`` states."""
     rest = None
     for match in _FINAL.finditer(text, start):
         rest = match.end()
@@ -123,9 +119,8 @@ def _stated(text: str, start: int) -> str | None:
 
 
 def _statement(said: str) -> str:
-    """The formula that ``said`` begins with, and a few words behind it, or its first sentence."""
-    said = said.replace("**", "").lstrip(" :*_#=\n\t")
-    said = said.removeprefix("- ")
+    """Return the formula that ``said`` begins with and a few words, or its first sentence."""
+    said = said.replace("**", "").lstrip(" :*_#=\n\t").removeprefix("- ")
     if formula := _FORMULA.match(said):
         more = _REASON.split(said[formula.end() :], maxsplit=1)[0]
         is_part = re.search(r"\d|[$\\]", more) or len(more.split()) < 4
@@ -134,7 +129,7 @@ def _statement(said: str) -> str:
 
 
 def _last_line(text: str) -> str | None:
-    """What the last line gives after "answer:" or below a heading "Answer", or its only bold value."""
+    """Return what the last line gives after "answer:" or below "Answer", or its only bold value."""
     lines = text.rstrip()[-4 * MAX_ANSWER_CHARS :].rsplit("\n", 3)
     above = [line for line in lines[:-1] if line.strip()]
     stated = _LAST_LINE.match(lines[-1])
@@ -147,7 +142,7 @@ def _last_line(text: str) -> str | None:
 
 
 def extract_answer(output: str) -> str | None:
-    """The answer that ``output`` gives, as text, or None.
+    """Return the answer that ``output`` gives, as text, or None.
 
     Read is what follows the thoughts, or all of it where they do not end.  The last box counts,
     boxes that are joined by commas or "and" together, or a sentence like "The final answer is 7"
@@ -167,7 +162,8 @@ def extract_answer(output: str) -> str | None:
     if stated is None and found is None:
         stated = _last_line(text[end:])
     if stated is not None and (found is None or re.search(r"[\d\\]", stated)):
-        end, found = len(text), stated
+        end = len(text)
+        found = stated
     if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:
         return None
     if is_thinking and re.search(r"\w", text[end:]):
@@ -176,7 +172,7 @@ def extract_answer(output: str) -> str | None:
 
 
 def reference_answer(text: str) -> str:
-    """The answer in a reference: behind ``####`` (GSM8K), in the last box, or all of it.
+    """Return the answer in a reference: behind ``####`` (GSM8K), in the last box, or all of it.
 
     A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
     """

@@ -1,4 +1,4 @@
-"""One spelling for what means the same: LaTeX as math-verify reads it, words as ``\\text{word}``.
+r"""One spelling for answers: every word in them is a ``\text{word}``.
 
 math-verify compares mathematics, and misreads or drops what is written out here: dress of LaTeX,
 unicode, program notation, groups of digits, repeating decimals.  Takes time linear in the text.
@@ -14,65 +14,55 @@ from collections.abc import Callable
 
 
 def word_set(words: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(words.split())
+
+
+def _pairs(words: str) -> zip[tuple[str, str]]:
+    return zip(words.split()[::2], words.split()[1::2], strict=True)
 
 
 # --- unicode
 
+# signs of one meaning, and what stands for them
 _SIGNS = {
-    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
-    **dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\u2012", "-"),  # minus sign, dashes, hyphens
-    **dict.fromkeys("\u2019\u2032", "'"),
-    **dict.fromkeys("\u201c\u201d", '"'),
-    **dict.fromkeys("≤⩽", r"\le "),
-    **dict.fromkeys("≥⩾", r"\ge "),
-    **dict.fromkeys("·⋅∗∙", r"\cdot "),
-    **dict.fromkeys("°º˚", r"^{\circ}"),
-    **dict.fromkeys("÷\u2044", "/"),
-    "×": r"\times ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "∞": r"\infty ",
-    "±": r"\pm ",
-    "…": r"\ldots ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∅": r"\emptyset ",
-    "∈": r"\in ",
-    "∖": r"\setminus ",
-    "∠": r"\angle ",
-    "△": r"\triangle ",
-    "⌊": r"\lfloor ",
-    "⌋": r"\rfloor ",
-    "⌈": r"\lceil ",
-    "⌉": r"\rceil ",
+    "\u200b\u200c\u200d\u2060\ufeff": "",
+    "\u2212\u2013\u2014\u2010\u2011\u2012": "-",  # minus sign, dashes, hyphens
+    "\u2019\u2032": "'",
+    "\u201c\u201d": '"',
+    "\u0304": "\u0305",  # two lines above a digit
+    "÷\u2044": "/",
     "⟨": "(",
     "⟩": ")",
-    "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "ℚ": r"\mathbb{Q}",
-    "ℕ": r"\mathbb{N}",
-    "√": r"\sqrt",
-    "∛": r"\sqrt[3]",
-    "¢": r"\text{cent}",
-    "€": r"\text{euro}",
-    "£": r"\text{gbp}",
-    "¥": r"\text{yen}",
-    "₹": r"\text{rupee}",
-    "\u0304": "\u0305",  # two lines above a digit
+    "°º˚": r"^{\circ}",
+    "≤⩽": r"\le ",
+    "≥⩾": r"\ge ",
+    "·⋅∗∙": r"\cdot ",
 }
+_COMMANDS = (
+    "× times ≠ ne ≈ approx ∞ infty ± pm … ldots ∪ cup ∩ cap ∅ emptyset ∈ in ∖ setminus ∠ angle "
+    "△ triangle ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil"
+)
+_TEXTS = "¢ cent € euro £ gbp ¥ yen ₹ rupee"
+_TABLE: dict[str, str] = {"√": r"\sqrt", "∛": r"\sqrt[3]"}
+for _sign in "ℝℤℚℕ":
+    _TABLE[_sign] = rf"\mathbb{{{unicodedata.normalize('NFKC', _sign)}}}"
 for _letter in "αβγδεζηθικλμνξπρστυφχψω":
-    _SIGNS[_letter] = (
-        f"\\{unicodedata.name(_letter).split()[-1].lower().replace('lamda', 'lambda')} "
-    )
-_TRANSLATION = str.maketrans(_SIGNS)
+    _name = unicodedata.name(_letter).split()[-1].lower().replace("lamda", "lambda")
+    _TABLE[_letter] = f"\\{_name} "
+for _signs, _replacement in _SIGNS.items():
+    _TABLE.update(dict.fromkeys(_signs, _replacement))
+for _sign, _name in _pairs(_COMMANDS):
+    _TABLE[_sign] = f"\\{_name} "
+for _sign, _name in _pairs(_TEXTS):
+    _TABLE[_sign] = rf"\text{{{_name}}}"
+_TRANSLATION = str.maketrans(_TABLE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")
 
 
 def _ascii(text: str) -> str:
-    """``text`` with LaTeX for signs, and ASCII for digits and letters of all kinds."""
+    """Return ``text`` with LaTeX for signs, and ASCII for digits and letters of all kinds."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
     text = re.sub(r"([√∛])\s*(\d+)", r"\1{\2}", text)
@@ -92,10 +82,11 @@ def _fraction_sign(sign: str) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """The fraction of a decimal whose digits ``block`` repeat."""
-    whole, fixed, block = match["whole"], match["fixed"], match["block"]
-    above = int(whole + fixed + block) - int((whole + fixed) or 0)
-    return rf"\frac{{{above}}}{{{(10 ** len(block) - 1) * 10 ** len(fixed)}}}"
+    """Return the fraction of a decimal whose digits ``block`` repeat."""
+    head = match["whole"] + match["fixed"]
+    above = int(head + match["block"]) - int(head or 0)
+    below = (10 ** len(match["block"]) - 1) * 10 ** len(match["fixed"])
+    return rf"\frac{{{above}}}{{{below}}}"
 
 
 def _mixed(match: re.Match[str]) -> str:
@@ -104,7 +95,7 @@ def _mixed(match: re.Match[str]) -> str:
 
 
 def _matrix(match: re.Match[str]) -> str:
-    """``[[1, 2], [3, 4]]`` in LaTeX."""
+    """Return ``[[1, 2], [3, 4]]`` in LaTeX."""
     rows = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", match[1])]
     return r"\begin{pmatrix}" + r" \\ ".join(rows) + r"\end{pmatrix}"
 
@@ -112,9 +103,18 @@ def _matrix(match: re.Match[str]) -> str:
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
 _START = r"(?<![A-Za-z\\])"  # of a word that is no command
-_SWITCHES = "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle|boldmath"
-_SIZES = rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut|strut"
-_FONTS = "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline|ensuremath|smash|mathord"
+_SWITCHES = (
+    "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle"
+    "|boldmath"
+)
+_SIZES = (
+    rf"{_SWITCHES}|limits|left|right|middle|mleft|mright|(?:big|Big|bigg|Bigg)[lrm]?|mathstrut"
+    "|strut"
+)
+_FONTS = (
+    "mathbf|mathit|mathsf|mathtt|mathnormal|mathcal|boldsymbol|bm|pmb|underline|underbar|uline"
+    "|ensuremath|smash|mathord"
+)
 _WORDS = r"text(?:bf|it|rm|sf|tt|normal|up|sc)?|mbox|hbox|mathrm|emph|operatorname\*?"
 _FUNCTIONS = (
     "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp|gcd|lcm|pi|theta|alpha"
@@ -164,10 +164,7 @@ _SYMBOLS: list[Rule] = [
     (r"\\langle", "("),
     (r"\\rangle", ")"),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
-    (
-        rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}",
-        r"\\mathbb{\1\2}",
-    ),
+    (rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}", r"\\mathbb{\1\2}"),
     (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
     (rf"\^\{{\\circ\}}\s*([FC]){_END}", r"^{\\circ}\\text{\1}"),
     (r"\\(?:ldots|dots|cdots|dotsc)|\.\.\.", r"\\ldots "),
@@ -290,21 +287,20 @@ def _close(out: list[str], kind: str, start: int) -> None:
 
 # --- words
 
-_SINGULARS = {
-    **dict.fromkeys(["centimeter", "centimetre"], "cm"),
-    **dict.fromkeys(["millimeter", "millimetre"], "mm"),
-    **dict.fromkeys(["kilometer", "kilometre"], "km"),
-    **dict.fromkeys(["meter", "metre"], "m"),
-    **dict.fromkeys(["inche", "in"], "inch"),
-    **dict.fromkeys(["feet", "ft"], "foot"),
-    **dict.fromkeys(["pct", "percent", "percentage"], "%"),
-    **{"gram": "g", "kilogram": "kg", "milligram": "mg", "liter": "litre", "milliliter": "ml"},
-    **{"sec": "second", "min": "minute", "hr": "hour", "yr": "year", "mi": "mile", "yd": "yard"},
-    **{"lb": "pound", "ounce": "oz", "usd": "dollar", "eur": "euro", "rs": "rupee"},
-    **{"deg": "degree", "fahrenheit": "F", "celsius": "C", "sq": "square", "cu": "cubic"},
-    **{"mph": "mile/hour", "kmh": "km/hour", "halve": "half", "men": "man", "women": "woman"},
-    **{"children": "child", "people": "person"},
-}
+# a word, and other spellings of it in the singular
+_SPELLINGS = """
+cm: centimeter centimetre, mm: millimeter millimetre, km: kilometer kilometre, m: meter metre,
+inch: inche in, foot: feet ft, mile: mi, yard: yd, g: gram, kg: kilogram, mg: milligram, pound: lb,
+oz: ounce, litre: liter, ml: milliliter, second: sec, minute: min, hour: hr, year: yr,
+mile/hour: mph, km/hour: kmh, square: sq, cubic: cu, degree: deg, F: fahrenheit, C: celsius,
+%: pct percent percentage, dollar: usd, euro: eur, rupee: rs, half: halve, man: men, woman: women,
+child: children, person: people
+"""
+_SINGULARS: dict[str, str] = {}
+for _line in _SPELLINGS.replace("\n", " ").split(","):
+    _name, _, _others = _line.strip().partition(": ")
+    _SINGULARS.update(dict.fromkeys(_others.split(), _name))
+# runs of up to three letters that are words, not products of variables
 _SHORT_WORDS = word_set(
     "no on or is are and the yes odd all any one two six ten per day way man men dne usd eur of to "
     "may was saw"
@@ -322,7 +318,7 @@ def _singular(word: str) -> str:
 
 
 def mark_words(text: str, every: bool) -> str:
-    r"""``text`` with words as ``\text{word}``, in lower case and singular.
+    r"""Return ``text`` with words as ``\text{word}``, in lower case and singular.
 
     Args:
         every: all runs of letters are words, not only those that are no product of variables.
@@ -350,7 +346,7 @@ def mark_words(text: str, every: bool) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""``text`` in one spelling; every word in it is a ``\text{word}``."""
+    r"""Return ``text`` in one spelling; every word in it is a ``\text{word}``."""
     text = _ascii(text.strip())
     dollars = len(re.findall(r"(?<!\\)\$", text))
     text = re.sub(r"(?<!\\)\$", "" if dollars % 2 == 0 else r"\\$", text)

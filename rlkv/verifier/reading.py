@@ -23,22 +23,18 @@ _INEQUALITY = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]"
 
 # --- numbers in words
 
-_ONES = [
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
-    "nineteen",
-]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_NUMBERS = {word: i for i, word in enumerate(_ONES)}
-_NUMBERS |= {word: 10 * i for i, word in enumerate(_TENS, start=2)}
-_SCALES = {
-    **{"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9},
-    **{"trillion": 10**12, "dozen": 12},
-}
-_PARTS = {
-    **{"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7},
-    **{"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000},
-}
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBERS = {word: i for i, word in enumerate(_ONES.split())}
+_NUMBERS |= {word: 10 * i for i, word in enumerate(_TENS.split(), start=2)}
+_SCALES = {"dozen": 12, "hundred": 100}
+_SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_FRACTIONS = "half third fourth fifth sixth seventh eighth ninth tenth"
+_PARTS = {word: i for i, word in enumerate(_FRACTIONS.split(), start=2)}
+_PARTS |= {"quarter": 4, "hundredth": 100, "thousandth": 1000}
 _POWERS = {"squared": "^{2}", "cubed": "^{3}"}
 
 
@@ -49,7 +45,7 @@ def _latex(number: Fraction) -> str:
 
 
 def _number(words: list[str]) -> tuple[Fraction | None, int]:
-    """The number that ``words`` begin with, and how many of them say it."""
+    """Return the number that ``words`` begin with, and how many of them say it."""
     total = Fraction(0)
     current: Fraction | None = None
     used = 0
@@ -87,7 +83,7 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
 
 
 def _with_digits(match: re.Match[str]) -> str:
-    """A sequence of words, with digits for the numbers in it."""
+    """Return a sequence of words, with digits for the numbers in it."""
     words = re.findall(_WORD, match[0])
     out = []
     if match.string[: match.start()].rstrip()[-1:] in tuple("0123456789}"):
@@ -112,36 +108,24 @@ def _with_digits(match: re.Match[str]) -> str:
 # --- units
 
 _CURRENCY = "dollar|gbp|euro|yen|rupee"
-# dimension and size; sizes of one dimension are exact
-_UNITS: dict[str, tuple[str, Fraction]] = {
-    "second": ("time", Fraction(1)),
-    "minute": ("time", Fraction(60)),
-    "hour": ("time", Fraction(3600)),
-    "day": ("time", Fraction(86400)),
-    "week": ("time", Fraction(604800)),
-    "month": ("months", Fraction(1)),
-    "year": ("months", Fraction(12)),
-    "m": ("length", Fraction(1)),
-    "dm": ("length", Fraction(1, 10)),
-    "cm": ("length", Fraction(1, 100)),
-    "mm": ("length", Fraction(1, 1000)),
-    "km": ("length", Fraction(1000)),
-    "foot": ("feet", Fraction(1)),
-    "inch": ("feet", Fraction(1, 12)),
-    "yard": ("feet", Fraction(3)),
-    "mile": ("feet", Fraction(5280)),
-    "g": ("mass", Fraction(1)),
-    "kg": ("mass", Fraction(1000)),
-    "mg": ("mass", Fraction(1, 1000)),
-    "pound": ("pounds", Fraction(1)),
-    "oz": ("pounds", Fraction(1, 16)),
-    "litre": ("volume", Fraction(1)),
-    "ml": ("volume", Fraction(1, 1000)),
-    "dollar": ("money", Fraction(1)),
-    "cent": ("money", Fraction(1, 100)),
-}
-_OTHERS = word_set("euro gbp yen rupee % degree F C radian gallon acre mile/hour km/hour")
-for _unit in _OTHERS:
+# dimensions, each with its units and their exact sizes
+_SIZES = """
+time: second 1, minute 60, hour 3600, day 86400, week 604800
+months: month 1, year 12
+length: m 1, dm 1/10, cm 1/100, mm 1/1000, km 1000
+feet: foot 1, inch 1/12, yard 3, mile 5280
+mass: g 1, kg 1000, mg 1/1000
+pounds: pound 1, oz 1/16
+volume: litre 1, ml 1/1000
+money: dollar 1, cent 1/100
+"""
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _line in _SIZES.strip().splitlines():
+    _dimension, _, _entries = _line.partition(": ")
+    for _entry in _entries.split(", "):
+        _unit, _, _size = _entry.partition(" ")
+        _UNITS[_unit] = (_dimension, Fraction(_size))
+for _unit in word_set("euro gbp yen rupee % degree F C radian gallon acre mile/hour km/hour"):
     _UNITS[_unit] = (_unit, Fraction(1))
 _LETTER_UNITS = {"s": "second", "h": "hour", "l": "litre", "L": "litre"}
 # parts of a value: the right answer's must be in the candidate
@@ -159,7 +143,7 @@ _LAST_UNIT = re.compile(rf"(?:{_WORD}(?:\s*\^\{{([23])\}})?|(\^\{{\\circ\}})|(%)
 
 
 class Reading(NamedTuple):
-    """An answer, taken apart; ``value`` is empty where it is words alone or an unsolved equation."""
+    """An answer, taken apart; its value is empty where it is words or an unsolved equation."""
 
     value: str
     units: tuple[str, ...] = ()
@@ -170,7 +154,7 @@ class Reading(NamedTuple):
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of ``text`` between separators outside brackets."""
+    """Return the parts of ``text`` between separators outside brackets."""
     parts = []
     depth = start = 0
     for match in re.finditer(rf"\\?[()\[\]{{}}]|\\\w+|{separator}", text):
@@ -186,7 +170,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _without_unit(text: str) -> tuple[str, tuple[str, ...]]:
-    """``text`` without the words, degree and percent signs at its end, and these in their order."""
+    """Return ``text`` without the units at its end (and a currency before it), and these."""
     found: list[str] = []
     currency = rf"(-?)\s*\\text\{{({_CURRENCY})\}}\s*\.?\s*(?=[-\d.\\])(?!\\text)"
     if sign := re.match(currency, text):
@@ -206,7 +190,8 @@ def _without_unit(text: str) -> tuple[str, tuple[str, ...]]:
         if word in ("square", "cubic") and words:
             words[0] += "^2" if word == "square" else "^3"
             continue
-        name, hat, power = (words.pop(0) if word in ("per", "/") and words else word).partition("^")
+        unit = words.pop(0) if word in ("per", "/") and words else word
+        name, hat, power = unit.partition("^")
         unit = _LETTER_UNITS.get(name, name) + hat + power
         if word in ("per", "/") and found:
             found[-1] += f"/{unit}"
@@ -216,7 +201,7 @@ def _without_unit(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _scale(units: tuple[str, ...]) -> tuple[str, Fraction] | None:
-    """Dimension and size of a single known unit."""
+    """Return dimension and size of a single known unit."""
     name, _, power = units[0].partition("^")
     if len(units) > 1 or name not in _UNITS:
         return None
@@ -225,7 +210,7 @@ def _scale(units: tuple[str, ...]) -> tuple[str, Fraction] | None:
 
 
 def _compound(text: str) -> Reading | None:
-    """12 hours 30 minutes, as seconds."""
+    """Read 12 hours 30 minutes as seconds."""
     part = rf"(-?[\d.]+|\\frac\{{\d+\}}\{{\d+\}})\s*{_WORD}\s*(?:,|\\text\{{and\}})?\s*"
     if not re.fullmatch(f"(?:{part}){{2,4}}", text):
         return None
@@ -261,7 +246,7 @@ _ARITHMETIC = (
 
 
 def _is_name(text: str) -> bool:
-    """Whether ``text = 5`` says that something is 5, rather than leave an equation to be solved."""
+    """Return whether ``text = 5`` names a value, rather than leave an equation to be solved."""
     if re.fullmatch(_APPLIED, text):
         return not re.match(r"\\(?:log|ln|sqrt|exp)", text)
     if re.match(_OPERATOR, text):
@@ -274,11 +259,12 @@ def _is_name(text: str) -> bool:
 
 
 def _named(text: str) -> tuple[str, str] | None:
-    """``(name, value)`` of an assignment; the end of a chain of equal values counts."""
+    """Return name and value of an assignment; the end of a chain of equal values counts."""
     parts = _split(text, "=")
     if len(parts) < 2:
         return None
-    name, value = parts[0], parts[-1]
+    name = parts[0]
+    value = parts[-1]
     if re.fullmatch(_LETTER, value) and not re.search("[A-Za-z]", name):
         name, value = value, name
     if not re.search("[A-Za-z]", re.sub(_ARITHMETIC, "", name)):
@@ -304,7 +290,7 @@ _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
 def _unlabelled(text: str, other: str) -> str:
-    """``text`` as ``other`` asks: the option or content of ``(A) 5``, the metres of ``5 m``."""
+    """Read ``text`` as ``other`` asks: option or content of ``(A) 5``, the metres of ``5 m``."""
     option = re.fullmatch(
         r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text
     )
@@ -354,7 +340,7 @@ def read(text: str) -> Reading:
 
 
 def _read_values(text: str) -> Reading:
-    """One value, or a list of them, perhaps with names and units."""
+    """Read one value, or a list of them, perhaps with names and units."""
     text = re.sub(r"\s*,?\s*\\text\{(?:and|or)\}\s*|\s*;\s*", ", ", text)
     element = re.match(rf"({_LETTER}|\({_LETTER}, ?{_LETTER}\))\s*\\in(?![A-Za-z])(.*)", text)
     if element:
@@ -383,10 +369,7 @@ def _read_values(text: str) -> Reading:
 
 
 def _value(value: str, units: tuple[str, ...], name: str, equation: str) -> Reading:
-    """A value that math-verify reads right.
-
-    Else all of the answer as words, equal to itself alone.
-    """
+    """Return a value that math-verify reads right, else words, which equal themselves alone."""
     if _TWO_NUMBERS.search(value) or "%" in value:
         return Reading("", words=value)
     value = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"\\frac{\1\\pi}{180}", value)
@@ -397,7 +380,7 @@ def _value(value: str, units: tuple[str, ...], name: str, equation: str) -> Read
 
 
 def _named_list(text: str, elements: list[str]) -> Reading:
-    """``x = 2, y = 3`` as a point, ``x = 2, x = 3`` and ``x = 2, 3`` as a list."""
+    """Read ``x = 2, y = 3`` as a point, ``x = 2, x = 3`` and ``x = 2, 3`` as a list."""
     names = []
     values = []
     for element in elements:
@@ -413,7 +396,7 @@ def _named_list(text: str, elements: list[str]) -> Reading:
 
 
 def _words(words: list[str]) -> Reading:
-    """An answer without any number or letter of mathematics."""
+    """Read an answer without any number or letter of mathematics."""
     for verb in ("is", "are"):
         if verb in words[:-1]:
             words = words[len(words) - words[::-1].index(verb) :]
@@ -436,7 +419,7 @@ Pairs = list[tuple[str, str]]
 
 
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
-    """The verdict where words decide it, else pairs of values of which one must be equal."""
+    """Return the verdict where words decide it, else pairs of values of which one must be equal."""
     texts = normalize(answer), normalize(candidate)
     gold = read(_unlabelled(texts[0], texts[1]))
     found = read(_unlabelled(texts[1], texts[0]))
@@ -457,7 +440,7 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
 
 
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
-    """As :func:`pairs_to_compare`, of two values with their units."""
+    """Compare two values with their units, as :func:`pairs_to_compare`."""
     pair = (gold.value, found.value)
     for one, other in (pair, pair[::-1]):
         if _TUPLE.fullmatch(one) and _SET.fullmatch(other):
@@ -488,7 +471,8 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     if scales[0] and scales[1]:
         values = [rf"({v})\cdot {_latex(s[1])}" for v, s in zip(pair, scales, strict=True) if s]
         return [(values[0], values[1])] if scales[0][0] == scales[1][0] else False
-    expected, given = set(gold.units), set(found.units)
+    expected = set(gold.units)
+    given = set(found.units)
     for unit in expected ^ given:
         if unit.split("^")[0] in _UNITS or "/" in unit:
             return False

@@ -1,5 +1,4 @@
-"""The verifier's worker: a process of its own that may hang, run out of memory or crash without
-harm.
+"""The verifier's worker: a process that may hang, run out of memory or crash without harm.
 
 Run by path, never imported.  It reads one JSON list of pairs ``[answer, candidate]`` a line from
 stdin and writes ``1`` or ``0`` a line to stdout: whether one of the pairs is equal; the first line
@@ -30,13 +29,13 @@ MAX_ELEMENTS = 64  # of a list that is compared in any order
 def _prepare(memory_limit: int) -> Any:
     """Keep stdout for verdicts alone, leave Ctrl-C to the parent, limit memory.
 
-    Returns the verdict stream.
+    Returns:
+        The stream for verdicts.
     """
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the kernel's default action ends the process even inside one endless C call, which no handler
-    # would
+    # the kernel's default action ends the process even inside one endless C call
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):  # macOS has no limit on address space
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
@@ -72,9 +71,8 @@ class Comparison:
 
     def _exact(self, found: Any) -> Any:
         sympy = self.sympy
-        if hasattr(found, "_unsorted_args") and isinstance(
-            found, sympy.FiniteSet
-        ):  # latex2sympy's keeps the order
+        # latex2sympy's own kind of set keeps the order
+        if isinstance(found, sympy.FiniteSet) and hasattr(found, "_unsorted_args"):
             return type(found)(*map(self._exact, found._unsorted_args))
         new = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
         for symbol in found.free_symbols:
@@ -82,9 +80,9 @@ class Comparison:
         return found.xreplace(new) if new else found
 
     def _conditions(self, text: str) -> Any:
-        r"""Solved inequalities, joined by ``\text{or}``, ``\text{and}`` or commas, as one set.
+        r"""Return inequalities joined by ``\text{or}``, ``\text{and}`` or commas as one set.
 
-        Else None.
+        None if there are none.
         """
         if not re.search(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]", text):
             return None
@@ -105,18 +103,13 @@ class Comparison:
         return both
 
     def _solved(self, text: str) -> Any:
-        """The set of a condition like ``1 < x <= 2``.
-
-        A condition that is not solved for its letter as it is.
-        """
+        """Return the set of a condition like ``1 < x <= 2``, one that is not solved as it is."""
         sympy = self.sympy
         found = self._exact(self.latex2sympy(text, is_real=True, normalization_config=self.options))
-        letters = found.free_symbols
-        if len(letters) != 1 or not isinstance(
-            found, (sympy.And, sympy.core.relational.Relational)
-        ):
+        is_condition = isinstance(found, (sympy.And, sympy.core.relational.Relational))
+        if not is_condition or len(found.free_symbols) != 1:
             return found
-        (letter,) = letters
+        (letter,) = found.free_symbols
         relations = found.args if isinstance(found, sympy.And) else (found,)
         for relation in relations:
             if {letter, abs(letter)}.isdisjoint(relation.args) or all(
@@ -126,7 +119,7 @@ class Comparison:
         return found.as_set()
 
     def equal(self, answer: str, candidate: str) -> bool:
-        """Whether both texts mean the same."""
+        """Return whether both texts mean the same."""
         try:
             return self.same(self.parsed(answer), self.parsed(candidate))
         except (Exception, MemoryError):
@@ -166,7 +159,8 @@ class Comparison:
 
     def _same_number(self, gold: Any, found: Any) -> bool:
         sympy = self.sympy
-        gold, found = gold.doit(), found.doit()
+        gold = gold.doit()
+        found = found.doit()
         if gold == found:
             return gold not in (sympy.nan, sympy.zoo)
         if (gold.is_Rational and found.is_Rational) or gold.is_infinite or found.is_infinite:
@@ -174,33 +168,26 @@ class Comparison:
         values = [side.evalf(2 * DIGITS) for side in (gold, found)]
         difference = abs(values[0] - values[1]).evalf(DIGITS)
         larger = max(abs(values[0]), abs(values[1]))
-        if difference > larger * sympy.Float(10) ** -DIGITS:
-            return (
-                gold.is_zero is not False
-                and found.is_zero is not False
-                and sympy.simplify(gold - found) == 0
-            )
-        return True
+        if difference <= larger * sympy.Float(10) ** -DIGITS:
+            return True
+        may_be_zero = gold.is_zero is not False and found.is_zero is not False
+        return may_be_zero and sympy.simplify(gold - found) == 0
 
     def _same_relation(self, gold: Any, found: Any) -> bool:
-        """Whether the two sides' differences are proportional: the same curve, the same half-plane."""
-        sympy = self.sympy
+        """Return whether both are the same curve or half-plane: sides in constant proportion."""
         kinds = []
         differences = []
         for relation in (gold, found):
-            kind, difference = relation.rel_op, relation.lhs - relation.rhs
-            if kind[0] == ">":
-                kind, difference = kind.replace(">", "<"), -difference
-            kinds.append(kind)
-            differences.append(difference)
+            is_greater = relation.rel_op[0] == ">"
+            kinds.append(relation.rel_op.replace(">", "<"))
+            difference = relation.lhs - relation.rhs
+            differences.append(-difference if is_greater else difference)
         if kinds[0] != kinds[1] or differences[0].free_symbols != differences[1].free_symbols:
             return False
-        ratio = sympy.simplify(differences[0] / differences[1])
-        return bool(
-            ratio.is_number
-            and ratio.is_finite
-            and (ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
-        )
+        ratio = self.sympy.simplify(differences[0] / differences[1])
+        if not ratio.is_number or not ratio.is_finite:
+            return False
+        return bool(ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
 
 
 def main() -> None:

@@ -5,9 +5,12 @@ uninterrupted run's.
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
 VOLATILE = ("seconds", "finished", "command", "config")
 KILLS = 20
 

@@ -58,7 +58,7 @@ def job(folder: Path) -> None:
 def main(root: Path, kills_wanted: int) -> None:
     engine = build_engine()
     engine.generate(["find a ?"], SamplingParams(2))  # what generate imports on first use
-    FilterConfig.load_engine = lambda config, positions: engine  # type: ignore[method-assign]
+    FilterConfig.load_engine = lambda config: engine  # type: ignore[method-assign]
     run_and_kill(root, kills_wanted, job, "shards/*.jsonl", PROBLEMS)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlkv.cli.app import parse
-from rlkv.data.draw import DrawConfig
 from rlkv.data.filter import FilterConfig
 from rlkv.evaluation.study import StudyConfig
 from rlkv.training.config import parse_config, parse_distill_config
@@ -39,7 +38,7 @@ METHODS = [
 VARIANTS = ["no self-distilled data", "no adaptive weight", "beta x 0.2", "beta x 5"]
 KINDS = {
     "data_prep/filter_deepscaler.py": FilterConfig,
-    "data_prep/draw_problems.py": DrawConfig,
+    "data_prep/draw_problems.py": load_program("data_prep/draw_problems.py").DrawConfig,
     "inference/rerank_heads.py": load_program("inference/rerank_heads.py").RerankConfig,
     "inference/study.py": StudyConfig,
 }

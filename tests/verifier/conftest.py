@@ -17,7 +17,7 @@ def verifier() -> Iterator[Verifier]:
 
 @pytest.fixture(scope="module")
 def hasty_verifier() -> Iterator[Verifier]:
-    """One second is long for what must come out equal next to the bait, and keeps the tests short."""
+    """One second is long for what must come out equal next to the bait, and keeps tests short."""
     made = Verifier(num_workers=2, timeout=1.0)
     made.is_correct(r"\boxed{\frac{1}{2}}", "0.5")
     yield made

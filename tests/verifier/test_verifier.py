@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlkv.verifier import Verifier, are_correct, extract_answer, is_correct
+from rlkv.verifier import Verifier, extract_answer, is_correct
 from tests.helpers.paths import SHARED
 
 DATA = SHARED / "data"
@@ -78,20 +78,17 @@ DIFFERENT = [
 NEVER = [None, "", " ", float("nan"), "nan", "NaN", "None", "null", "$$"]
 
 
-@pytest.mark.parametrize(("answer", "candidate"), EQUAL)
-def test_equal(verifier: Verifier, answer: str, candidate: str) -> None:
-    assert verifier.are_equal([(answer, candidate)]) == [True]
-
-
-@pytest.mark.parametrize(("answer", "candidate"), DIFFERENT)
-def test_different(verifier: Verifier, answer: str, candidate: str) -> None:
-    assert verifier.are_equal([(answer, candidate), (candidate, answer)]) == [False, False]
-
-
-@pytest.mark.parametrize("nothing", NEVER)
-def test_nothing_equals_nothing(verifier: Verifier, nothing: object) -> None:
-    assert verifier.are_equal([(nothing, nothing), ("7", nothing), (nothing, "7")]) == [False] * 3
-    assert not verifier.is_correct(r"\boxed{nan}", nothing)
+def test_what_is_equal(verifier: Verifier) -> None:
+    verdicts = verifier.are_equal(EQUAL)
+    assert [pair for pair, verdict in zip(EQUAL, verdicts, strict=True) if not verdict] == []
+    different = [*DIFFERENT, *((candidate, answer) for answer, candidate in DIFFERENT)]
+    for nothing in NEVER:
+        different += [(nothing, nothing), ("7", nothing), (nothing, "7")]
+    verdicts = verifier.are_equal(different)
+    assert [pair for pair, verdict in zip(different, verdicts, strict=True) if verdict] == []
+    assert is_correct(r"\boxed{ 7 }", "7")
+    assert not is_correct(r"\boxed{nan}", "nan")
+    assert not is_correct(None, "7")
 
 
 def test_batches_keep_their_order(verifier: Verifier) -> None:
@@ -101,13 +98,6 @@ def test_batches_keep_their_order(verifier: Verifier) -> None:
     ]
     assert verifier.are_correct(pairs) == [i % 3 != 0 for i in range(60)]
     assert len(verifier.pool._workers) == 2
-
-
-def test_module_functions() -> None:
-    assert is_correct(r"\boxed{ 7 }", "7")
-    assert not is_correct("", "7")
-    assert not is_correct(None, "7")
-    assert are_correct([(r"\boxed{7}", "7"), (r"\boxed{7}", "8")]) == [True, False]
 
 
 def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +110,7 @@ def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_verifier_does_not_import_sympy() -> None:
-    code = (
-        "import sys, rlkv.verifier; assert 'sympy' not in sys.modules and 'torch' not in "
-        "sys.modules"
-    )
+    code = "import sys, rlkv.verifier; assert not {'sympy', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -135,15 +122,12 @@ def _load(name: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["deepscaler_aime.jsonl", "math500.jsonl"])
-def test_reference_solutions_are_accepted(verifier: Verifier, name: str) -> None:
+def test_reference_solutions_are_accepted_and_other_answers_refused(
+    verifier: Verifier, name: str
+) -> None:
     rows = _load(name)
     accepted = verifier.are_correct([(r["solution"], r["answer"]) for r in rows])
     assert sum(accepted) >= 0.99 * len(rows)
-
-
-@pytest.mark.parametrize("name", ["deepscaler_aime.jsonl", "math500.jsonl"])
-def test_the_next_problems_answer_is_refused(verifier: Verifier, name: str) -> None:
-    rows = _load(name)
     following = [*rows[1:], rows[0]]
     pairs = [
         (a["solution"], b["answer"])

@@ -1,6 +1,4 @@
-"""Nothing makes the verifier hang: hostile answers, the limit of CPU time, killed workers, forks
-and threads.
-"""
+"""Nothing makes the verifier hang: hostile answers, CPU time, killed workers, forks, threads."""
 
 import os
 import signal
@@ -53,24 +51,36 @@ BAIT = {
 }
 
 
-@pytest.mark.parametrize("name", BAIT)
+# one of each kind; the others take long and are slow tests
+QUICK = (
+    "ten_megabytes_of_open_boxes",
+    "nested_parentheses",
+    "tower_latex",
+    "code",
+    "nul_bytes",
+    "surrogate",
+    "regex_bait_digits",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in BAIT],
+)
 def test_adversarial_text_is_not_equal_within_the_limit(
     hasty_verifier: Verifier, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = BAIT[name]
-    hasty_verifier.is_correct(
-        r"\boxed{\frac{1}{2}}", "0.5"
-    )  # a worker that the last case killed starts again
+    # a worker that the last case killed starts again
+    hasty_verifier.is_correct(r"\boxed{\frac{1}{2}}", "0.5")
     started = time.monotonic()
     assert hasty_verifier.are_correct([(text, "7")]) == [False]
     # seconds where reading is linear, hours where it is not
     assert time.monotonic() - started < 60
     # the reply belongs to its own pair, and the run goes on
-    assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]) == [
-        True,
-        False,
-    ]
+    pairs = [(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]
+    assert hasty_verifier.are_equal(pairs) == [True, False]
     assert not list(tmp_path.iterdir())
 
 
@@ -106,13 +116,6 @@ def test_a_worker_that_never_answers_is_killed() -> None:
         assert worker.poll() is not None
 
 
-def test_a_killed_worker_costs_no_verdict(verifier: Verifier) -> None:
-    assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-    for worker in verifier.pool._workers:
-        os.kill(worker.process.pid, 9)  # idle
-    assert verifier.are_equal([(r"\frac{2}{4}", "0.5")] * 3) == [True] * 3
-
-
 def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
     verifier: Verifier,
 ) -> None:
@@ -122,12 +125,15 @@ def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
     def kill_at_work() -> None:
         for _ in range(2):
             time.sleep(0.5)
-            busy = [w.process.pid for w in verifier.pool._workers if w.job is not None]
+            busy = [w.process.pid for w in verifier.pool._workers if w.busy and w.is_ready]
             for pid in busy:
                 os.kill(pid, signal.SIGKILL)
             killed.extend(busy)
 
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
+    for worker in verifier.pool._workers:
+        os.kill(worker.process.pid, signal.SIGKILL)  # idle: others take its place
+    assert verifier.are_equal([(r"\frac{2}{4}", "0.5")] * 3) == [True] * 3
     killer = threading.Thread(target=kill_at_work)
     killer.start()
     assert verifier.are_equal([slow, (r"\frac{2}{4}", "0.5")]) == [False, True]
@@ -140,10 +146,8 @@ def test_fork_gets_its_own_workers(verifier: Verifier) -> None:
     pids = {w.process.pid for w in verifier.pool._workers}
     child = os.fork()
     if child == 0:
-        right = verifier.are_equal([(r"\frac{3}{6}", "0.5"), (r"\frac{3}{6}", "0.7")]) == [
-            True,
-            False,
-        ]
+        pairs = [(r"\frac{3}{6}", "0.5"), (r"\frac{3}{6}", "0.7")]
+        right = verifier.are_equal(pairs) == [True, False]
         others = {w.process.pid for w in verifier.pool._workers}
         verifier.close()
         os._exit(0 if right and not others & pids else 1)
@@ -178,7 +182,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_workers_die_with_a_killed_parent(busy: bool) -> None:
     program = (
         "from rlkv.verifier import Verifier\n"

@@ -1,4 +1,4 @@
-"""Runs generated programs against tests: ``run_tests(program, tests, limits)`` gives a ``Verdict``.
+"""Run generated programs against tests: ``run_tests(program, tests, limits)`` gives a ``Verdict``.
 
 The tests never enter the program's process. A *judge* process evaluates them; the *worker* process
 of the program, started before the judge reads them, answers single calls with plain data. Only
@@ -41,19 +41,17 @@ __all__ = ["Limits", "SandboxError", "Verdict", "isolation", "run_tests"]
 
 # all that the program may read outside its own folder: Python's library and the shared libraries
 # that it loads
-READABLE = sorted(
-    {
-        *(
-            os.path.dirname(os.__file__),
-            f"{sys.base_prefix}/lib",
-            "/lib",
-            "/lib64",
-            "/usr/lib",
-            "/usr/lib64",
-        ),
-        *("/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"),
-    }
-)
+READABLE = {
+    os.path.dirname(os.__file__),
+    f"{sys.base_prefix}/lib",
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+}
 DEVICES = ["/dev/null", "/dev/urandom"]
 INSIDE = os.path.join(os.path.dirname(__file__), "inside")
 # -I -S: no environment, no site-packages, nothing of the current folder
@@ -61,8 +59,9 @@ PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c"]
 START = (
     "import sys; sys.path.append(sys.argv[1]); from inside.{} import main; sys.path.pop(); main()"
 )
-START_SECONDS, END_SECONDS = 60, 60  # to shut the worker in and to clean up, on a busy machine
-NEWEST = 1 << 16
+START_SECONDS = 60  # to shut the worker in, on a busy machine
+END_SECONDS = 60  # to clean up
+NEWEST = 1 << 16  # any version of Landlock
 
 
 class SandboxError(ValueError):
@@ -71,9 +70,7 @@ class SandboxError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one run; wall-clock time holds for all tests together, ``file_bytes`` for each
-    file.
-    """
+    """Bounds of one run: wall-clock time for all tests together, ``file_bytes`` for each file."""
 
     wall_seconds: float = 60.0  # much more: a busy machine must not fail a right program
     cpu_seconds: int = 5
@@ -84,11 +81,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one program; ``detail`` says where, ``seconds`` is wall-clock time with start and
-    clean-up.
+    """Result of one program.
 
-    ``reason``: passed, failed (a false assertion), error (an exception, in the program or in a
-    test), exit (it left before the end of the tests), timeout, memory or killed (by a signal).
+    Attributes:
+        reason: passed, failed (a false assertion), error (an exception, in the program or in a
+            test), exit (it left before the end of the tests), timeout, memory or killed (by a
+            signal).
+        detail: where, and what was raised.
+        seconds: wall-clock time with start and clean-up.
     """
 
     reason: str
@@ -97,7 +97,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all tests passed."""
+        """Return whether all tests passed."""
         return self.reason == "passed"
 
 
@@ -114,54 +114,52 @@ class Isolation:
     landlock: int = 0
 
     def command(self, folder: str, limits: Limits) -> list[str]:
-        """What starts the worker; in bubblewrap ``folder`` is in memory, with a bound for all files
-        together.
+        """Return what starts the worker.
+
+        In bubblewrap ``folder`` is in memory, with a bound for all files together.
         """
         if self.bubblewrap is None:
             return self._python(os.path.dirname(INSIDE), folder, limits)
-        alone = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        own_files = ["--size", str(4 * limits.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-        binds = ["--ro-bind", INSIDE, "/inside", "--ro-bind", PYTHON[0], PYTHON[0]]
-        for path in READABLE:
-            binds += ["--ro-bind-try", path, path]
+        command = [self.bubblewrap, "--unshare-all", "--die-with-parent", "--new-session"]
+        command += ["--cap-drop", "ALL"]
+        command += ["--size", str(4 * limits.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        command += ["--ro-bind", INSIDE, "/inside", "--ro-bind", PYTHON[0], PYTHON[0]]
+        for path in sorted(READABLE):
+            command += ["--ro-bind-try", path, path]
         for path in DEVICES:
-            binds += ["--dev-bind", path, path]
+            command += ["--dev-bind", path, path]
         # there is no /proc, to which these names lead elsewhere: the files that the worker makes
-        for path in ("/tmp/stdin /dev/stdin", "/tmp/stdout /dev/stdout", "/dev/null /dev/stderr"):
-            binds += ["--symlink", *path.split()]
-        python = self._python("/", "/tmp", limits)
-        return [self.bubblewrap, *alone, *own_files, *binds, "--remount-ro", "/", "--", *python]
+        command += ["--symlink", "/tmp/stdin", "/dev/stdin"]
+        command += ["--symlink", "/tmp/stdout", "/dev/stdout"]
+        command += ["--symlink", "/dev/null", "/dev/stderr"]
+        return [*command, "--remount-ro", "/", "--", *self._python("/", "/tmp", limits)]
 
     def _python(self, package: str, folder: str, limits: Limits) -> list[str]:
         options = {
             "folder": folder,
-            "readable": READABLE,
+            "readable": sorted(READABLE),
             "devices": DEVICES,
             "landlock": self.landlock,
+            "limits": asdict(limits),
         }
-        return [
-            *PYTHON,
-            START.format("worker"),
-            package,
-            json.dumps({**options, "limits": asdict(limits)}),
-        ]
+        return [*PYTHON, START.format("worker"), package, json.dumps(options)]
 
 
 @functools.cache
 def find_isolation() -> tuple[Isolation, str]:
-    """The first that works on this machine, and its name; ``SandboxError`` if none does."""
+    """Return what works on this machine, and its name; ``SandboxError`` if nothing does."""
     failures = []
-    for name, found in {
+    trials = {
         "bubblewrap": Isolation(bubblewrap=shutil.which("bwrap")),
         "Landlock": Isolation(landlock=NEWEST),
-    }.items():
+    }
+    job = {"program": "f = 1", "tests": {"test 1": "assert f == 1"}}
+    for name, found in trials.items():
         if found == Isolation():
             failures.append("bubblewrap is not installed")
             continue
         try:
-            version, verdict = _run(
-                found, {"program": "f = 1", "tests": {"test 1": "assert f == 1"}}, Limits()
-            )
+            version, verdict = _run(found, job, Limits())
         except SandboxError as error:
             failures.append(f"{name} does not work here ({error})")
             continue
@@ -170,16 +168,12 @@ def find_isolation() -> tuple[Isolation, str]:
         failures.append(f"{name} does not work here ({verdict.reason} {verdict.detail})")
     raise SandboxError(
         f"generated programs cannot be run safely on this machine: {', '.join(failures)}; install "
-        "bubblewrap (bwrap) "
-        "0.7 or newer on Linux, or leave the tasks with programs out"
+        "bubblewrap (bwrap) 0.7 or newer on Linux, or leave the tasks with programs out"
     )
 
 
 def isolation() -> str:
-    """What shuts programs in on this machine, for result files.
-
-    ``SandboxError`` if nothing does.
-    """
+    """Return what shuts programs in on this machine; ``SandboxError`` if nothing does."""
     return find_isolation()[1]
 
 
@@ -191,8 +185,7 @@ def run_tests(
     setup: str = "",
     stdin: str | None = None,
 ) -> Verdict:
-    """Run an untrusted program (not as ``__main__``), then ``setup``, then tests with at least one
-    assert each.
+    """Run an untrusted program (not as ``__main__``), then ``setup``, then tests with asserts.
 
     With ``stdin`` the program runs as ``__main__`` with that text as its input; tests know what it
     wrote as ``output``, and none of its other names.
@@ -218,31 +211,39 @@ def run_tests(
 
 
 def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[str, Verdict]:
-    """What the worker says of its isolation, and the verdict."""
-    start, nonce, pipe = time.monotonic(), secrets.token_hex(16), subprocess.PIPE
+    """Return what the worker says of its isolation, and the verdict."""
+    start = time.monotonic()
+    nonce = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="rlkv-sandbox-")
     options = {
         "folder": folder,
         "start_seconds": START_SECONDS,
         "wall_seconds": limits.wall_seconds,
+        "evaluator": os.getpid(),
+        "worker": isolation.command(folder, limits),
     }
-    options["evaluator"] = os.getpid()
-    options["worker"] = isolation.command(folder, limits)
     command = [*PYTHON, START.format("judge"), os.path.dirname(INSIDE), json.dumps(options)]
     text = json.dumps({"setup": "", "stdin": None, **job, "nonce": nonce}).encode()
     longest = START_SECONDS + limits.wall_seconds + END_SECONDS
-    output, errors, ended = b"", b"", ["killed", "with the judge"]
+    output = b""
+    errors = b""
+    ended = ["killed", "with the judge"]
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+        start_new_session=True,
     ) as process:
         try:
             output, errors = process.communicate(text, timeout=longest)
             if process.returncode == -signal.SIGALRM:
                 ended = ["timeout", "wall-clock time"]
-        except (
-            subprocess.TimeoutExpired
-        ) as late:  # the judge was stopped, or another process holds its output
-            output, ended = late.output or b"", ["timeout", f"no verdict after {longest:.0f} s"]
+        except subprocess.TimeoutExpired as late:
+            # the judge was stopped, or another process holds its output
+            output = late.output or b""
+            ended = ["timeout", f"no verdict after {longest:.0f} s"]
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -251,8 +252,10 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
     if not used:
         lines = errors.decode(errors="replace").strip().splitlines() or [" ".join(ended)]
         raise SandboxError(f"the sandbox did not start: {lines[-1][-500:]}")
-    reason, detail = next(
-        (json.loads(line)[1:] for line in verdicts if nonce.encode() in line), ended
-    )
+    for line in verdicts:
+        if nonce.encode() in line:
+            ended = json.loads(line)[1:]
+            break
+    reason, detail = ended
     version = json.loads(used)
     return f"({version})" if version else "", Verdict(reason, detail, time.monotonic() - start)

@@ -1,3 +1,1 @@
-"""The benchmarks: where their problems come from, what the model reads, and what counts as a right
-answer.
-"""
+"""Benchmarks: where problems come from, what the model reads, and which answers are right."""

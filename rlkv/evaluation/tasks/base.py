@@ -85,10 +85,11 @@ class EvalTask:
     draw: Callable[[int], list[Row]] | None = None
 
     def problems(self, rows: Iterable[Row]) -> list[EvalProblem]:
-        """The problems of ``rows``; a ``ValueError`` if a row is broken, or two rows have one id.
+        """Return the problems of ``rows``.
 
-        Also, before any text is generated, if answers are programs and this machine cannot run them
-        safely.
+        Raises:
+            ValueError: if a row is broken, two rows have one id, or answers are programs and this
+                machine cannot run them safely: all before any text is generated.
         """
         if self.kind == "code":
             isolation()
@@ -107,12 +108,12 @@ class EvalTask:
 
 
 def fill(template: str, texts: Mapping[str, str]) -> str:
-    """``template`` with its placeholders filled; braces in the texts stay as they are."""
+    """Fill the placeholders of ``template``; braces in the texts stay as they are."""
     return _PLACEHOLDER.sub(lambda match: texts[match.group(1)], template)
 
 
 def first_field(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
-    """The first of ``names`` that the row has; a ``ValueError`` if it has none of them."""
+    """Return the first of ``names`` that the row has; ``ValueError`` if it has none of them."""
     for name in names:
         if name in row:
             return name

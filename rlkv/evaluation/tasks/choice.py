@@ -1,7 +1,4 @@
-"""Multiple choice:
-
-MMLU-Pro, GPQA-Diamond and LongReason, and the letter that a completion ends in.
-"""
+"""Multiple choice: MMLU-Pro, GPQA-Diamond, LongReason, and the letter that a text ends in."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _KIND = r"(?:(?:option|choice|letter|answer)\s{1,3})?"
 
 
 def _letter(name: str) -> str:
-    """A pattern of one letter, in groups ``name1`` to ``name4``.
+    """Return a pattern of one letter, in groups ``name1`` to ``name4``.
 
     In brackets or quotes; as a capital; A and I, which are words, only before punctuation or a
     reason; in lower case only at the end of a line or a clause.
@@ -52,8 +49,9 @@ _STATED = re.compile(
     r"(?i:(?<!\bif the )(?<!\bwhether the )\b(?:answer|option|choice|letter)\b"
     r"(?:,?\s+[a-z']{1,15},?){0,6}?"  # to this question
     r"\s{0,3}(?:\([^()\n]{0,40}\)\s{0,3})?"
-    r"(?:\b(?:is|are|was|(?:would|must|should|will|has to)(?:\s+(?:therefore|thus|then))? be)\b|[=:-])"
-    r"(?:\s{0,3}(?:therefore|thus|then|hence|clearly|probably|most likely|likely|simply|indeed|definitely),?)?"
+    r"(?:\b(?:is|are|was|(?:would|must|should|will|has to)(?:\s+(?:therefore|thus|then))? be)\b"
+    r"|[=:-])(?:\s{0,3}(?:therefore|thus|then|hence|clearly|probably|most likely|likely|simply"
+    r"|indeed|definitely),?)?"
     r"(?:\s{0,3}:)?\s{0,5})"
     rf"(?:(?i:not)\s+{_OPEN}?[A-Za-z]{_CLOSE}?,?\s+(?i:but)\s+(?i:rather\s+)?)?"
     rf"(?i:{_KIND}){_letter('stated')}",
@@ -63,8 +61,8 @@ _PREFERRED = re.compile(
     rf"(?<!tatement )(?<!tem ){_letter('judged')}[.):]?\s{{0,3}}"
     r"(?i:(?:is|must be|should be|seems|looks)\s+(?:the\s+|indeed\s+)?(?:(?:most|best|only)\s+)?"
     r"(?:correct|right|best|true|appropriate|answer))(?!\w)"
-    r"|(?i:\b(?:choose|pick|select|selecting|choosing|picking|go with|going with|settle on)\s+(?:the\s+)?"
-    rf"{_KIND}){_letter('chosen')}"
+    r"|(?i:\b(?:choose|pick|select|selecting|choosing|picking|go with|going with|settle on)\s+"
+    rf"(?:the\s+)?{_KIND}){_letter('chosen')}"
     r"|(?i:\b(?:so|thus|hence|therefore)[,:]?\s+(?:(?:it is|it's|it must be)\s+)?"
     rf"{_KIND}){_letter('concluded')}(?=\s*[.!]?\s*$)",
     re.MULTILINE,
@@ -85,18 +83,21 @@ _TWO_IN_BOX = re.compile(r"^\W*[A-J]\W*(?:,|/|&|\band\b|\bor\b)\W*[A-J]\W*$")
 
 
 def extract_letter(text: str, num_options: int) -> str | None:
-    """The chosen option, A for the first; None if the text chooses none of ``num_options``, or more
-    than one.
+    """Return the chosen option, A for the first.
+
+    None if the text chooses none of ``num_options``, or more than one.
     """
     text = after_thinking(text)
-    found = _stated(text)
+    plain = _plain(text)
+    found = _boxed(text)
     if found is None:
-        plain = _plain(text)
+        found = _last(_STATED, plain)
+    if found is None:
         found = _last(_PREFERRED, plain)
-        if found is None:
-            found = _last_line(plain)
+    if found is None:
+        found = _last_line(plain)
     letter = (found or "").upper()
-    return letter if letter and ord("A") <= ord(letter) < ord("A") + num_options else None
+    return letter if letter and letter in ascii_uppercase[:num_options] else None
 
 
 def _plain(text: str) -> str:
@@ -107,24 +108,22 @@ def _plain(text: str) -> str:
     return _MARKS.sub("", text).translate(_ASCII)
 
 
-def _stated(text: str) -> str | None:
-    """The letter of the last statement.
-
-    An empty text if that names two, None if nothing is stated.
-    """
+def _boxed(text: str) -> str | None:
+    """Return the letter of the last box, or of a statement behind it; None without one."""
     box = last_box(text)
     content = "" if box is None else _plain(box)
-    one, two = _IN_BOX.match(content), _TWO_IN_BOX.match(content)
-    if not one and not two:
-        return _last(_STATED, _plain(text))
-    behind = text[max(text.rfind("\\boxed"), text.rfind("\\fbox"), text.rfind("\\framebox")) :]
-    stated = _last(_STATED, _plain(behind))
-    if stated is not None:
-        return stated
-    return (one.group(1) or one.group(2)) if one else ""
+    one = _IN_BOX.match(content)
+    if not one and not _TWO_IN_BOX.match(content):
+        return None
+    start = max(text.rfind(command) for command in ("\\boxed", "\\fbox", "\\framebox"))
+    behind = _last(_STATED, _plain(text[start:]))
+    if behind is not None:
+        return behind
+    return (one[1] or one[2]) if one else ""
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the letter of the last match, an empty text if it names two; None without one."""
     found: str | None = None
     for match in pattern.finditer(text):
         letter = next(value for value in match.groups() if value)
@@ -143,15 +142,13 @@ def _last_line(text: str) -> str | None:
 # of lighteval (tasks/mmlu_pro.py), whose maths prompt the published evaluation has
 TEMPLATE = (
     "Answer the following multiple choice question. The last line of your response should be of "
-    "the following format: "
-    "'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step "
-    "before answering.\n\n"
-    "{problem}\n\n{options}\n\nAnswer:"
+    "the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. "
+    "Think step by step before answering.\n\n{problem}\n\n{options}\n\nAnswer:"
 )
 LONG_TEMPLATE = (
     "{problem}\n\nThink step by step before answering. The last line of your response should be of "
-    "the following "
-    "format: 'Answer: $LETTER' (without quotes) where LETTER is that of the right option."
+    "the following format: 'Answer: $LETTER' (without quotes) where LETTER is that of the right "
+    "option."
 )
 LENGTHS = ("8k", "16k", "32k", "64k", "128k")  # splits: tokens of a prompt
 SAMPLE = 500
@@ -161,13 +158,14 @@ PADDING = "N/A"  # early copies of the data pad every list of options to ten
 
 
 def grade_choice(text: str, problem: EvalProblem) -> bool:
-    """Whether ``text`` ends in the right letter."""
+    """Return whether ``text`` ends in the right letter."""
     return extract_letter(text, len(problem.meta["options"])) == problem.answer
 
 
 def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MMLU-Pro: question, options, answer (a letter) or answer_index (from 0), perhaps
-    question_id.
+    """Parse a row of MMLU-Pro.
+
+    Its fields: question, options, answer (a letter) or answer_index (from 0), perhaps question_id.
     """
     options = row.get("options")
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
@@ -176,54 +174,43 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         options = options[:-1]
     if not 2 <= len(options) <= len(ascii_uppercase):
         raise ValueError(f"{where}: {len(options)} options, expected 2 to {len(ascii_uppercase)}")
-    key = text_field(row, "question_id", where) if "question_id" in row else str(number)
-    answer = _answer(row, ascii_uppercase[: len(options)], where)
-    return _parsed(
-        key, text_field(row, "question", where), options, answer, category=row.get("category")
-    )
-
-
-def _parsed(key: str, question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
     letters = ascii_uppercase[: len(options)]
-    lines = "\n".join(
-        f"{letter}: {option}" for letter, option in zip(letters, options, strict=True)
-    )
-    texts = {"problem": question, "letters": letters, "options": lines}
-    return ParsedRow(key, texts, answer, {"problem": question, "options": options, **meta})
-
-
-def _answer(row: dict[str, Any], letters: str, where: str) -> str:
     index = row.get("answer_index")
     if index is not None and not (isinstance(index, int) and 0 <= index < len(letters)):
         raise ValueError(
             f"{where}: answer_index {index!r} is not one of the {len(letters)} options"
         )
     if index is not None and "answer" not in row:
-        return letters[index]
-    answer = text_field(row, "answer", where).strip()
-    if (
-        len(answer) != 1
-        or answer not in letters
-        or (index is not None and answer != letters[index])
-    ):
+        answer = letters[index]
+    else:
+        answer = text_field(row, "answer", where).strip()
+    if len(answer) != 1 or answer not in letters or index not in (None, letters.index(answer)):
         raise ValueError(
             f"{where}: answer {answer!r} and answer_index {index!r} do not name one of {letters}"
         )
-    return answer
+    key = text_field(row, "question_id", where) if "question_id" in row else str(number)
+    question = text_field(row, "question", where)
+    return _parsed(key, question, options, answer, category=row.get("category"))
+
+
+def _parsed(key: str, question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
+    letters = ascii_uppercase[: len(options)]
+    lines = [f"{letter}: {option}" for letter, option in zip(letters, options, strict=True)]
+    texts = {"problem": question, "letters": letters, "options": "\n".join(lines)}
+    return ParsedRow(key, texts, answer, {"problem": question, "options": options, **meta})
 
 
 def select_category(rows: Iterable[Row], category: str) -> list[Row]:
-    """The rows of a category, in the file's order; of more than 500 the same 500 in every run.
+    """Select the rows of a category, of more than 500 the same 500 in every run.
 
     The sample is that of the published evaluation if the rows are in the hub's order.
     """
     wanted = category.replace("_", " ")
     rows = list(rows)
-    found = [
-        row
-        for row in rows
-        if str(row[1].get("category", "")).strip().lower().replace("_", " ") == wanted
-    ]
+    found = []
+    for row in rows:
+        if str(row[1].get("category", "")).strip().lower().replace("_", " ") == wanted:
+            found.append(row)
     if not found:
         seen = sorted({str(row[1].get("category")) for row in rows})
         raise ValueError(
@@ -236,13 +223,16 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
 
 
 def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of GPQA: Question, Correct Answer, Incorrect Answer 1 to 3, perhaps Record ID.
+    """Parse a row of GPQA.
+
+    Its fields: Question, Correct Answer, Incorrect Answer 1 to 3, perhaps Record ID.
 
     The options are shuffled with the question as the seed: the same order in every run and every
     copy of the data.
     """
     names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-    question, *options = (text_field(row, name, where).strip() for name in ("Question", *names))
+    question = text_field(row, "Question", where).strip()
+    options = [text_field(row, name, where).strip() for name in names]
     if not question or not all(options):
         raise ValueError(f"{where}: the question or an answer is empty")
     order = random.Random(question).sample(range(4), 4)
@@ -251,19 +241,17 @@ def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
 
 
 def parse_longreason(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of LongReason: prompt (context, question and options), answer (a letter), perhaps
-    example_idx.
+    """Parse a row of LongReason.
+
+    Its fields: prompt (context, question and options), answer (a letter), perhaps example_idx.
     """
-    prompt, answer = (
-        text_field(row, "prompt", where),
-        text_field(row, "answer", where).strip().upper(),
-    )
+    prompt = text_field(row, "prompt", where)
+    answer = text_field(row, "answer", where).strip().upper()
     if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
         raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
     key = text_field(row, "example_idx", where) if "example_idx" in row else str(number)
-    return ParsedRow(
-        key, {"problem": prompt}, answer, {"problem": prompt, "options": list(ascii_uppercase)}
-    )
+    meta = {"problem": prompt, "options": list(ascii_uppercase)}
+    return ParsedRow(key, {"problem": prompt}, answer, meta)
 
 
 MMLU_PRO = tuple(
@@ -287,8 +275,7 @@ GPQA_DIAMOND = EvalTask(
     template=TEMPLATE,
     max_new_tokens=32768,
     file="gpqa_diamond",
-    fields="Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2 and Incorrect Answer "
-    "3",
+    fields="Question, Correct Answer and Incorrect Answer 1, 2 and 3",
     hub=HubData("Idavidrein/gpqa", "gpqa_diamond", "train"),
     parse=parse_gpqa,
     grade=grade_choice,

@@ -1,4 +1,4 @@
-"""Programs as answers: MBPP, and the program in a completion."""
+"""Programs as answers: MBPP and LiveCodeBench, and the program in a completion."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,8 @@ from rlkv.verifier.extraction import after_thinking
 # names the form in which the published evaluation looks for the program
 TEMPLATE = (
     "You are an expert Python programmer, and here is your task: {problem} Your code should pass "
-    "these tests:\n\n"
-    "{tests}\n\nPut the whole program into one ```python code block at the end of your answer."
+    "these tests:\n\n{tests}\n\nPut the whole program into one ```python code block at the end of "
+    "your answer."
 )
 MAX_TRIMMED_LINES = 60
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -34,12 +35,11 @@ _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MUL
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a completion: the last Python block, else the last block without a language,
-    else plain code.
+    """Return the program in a completion, or None.
 
-    A block that the text never closes ends with the text.  Plain code begins at the first line with
-    a definition or an import and ends at the last line up to which it is valid Python.  None if
-    there is none of them.
+    The last Python block, else the last block without a language, else plain code.  A block that
+    the text never closes ends with the text.  Plain code begins at the first line with a definition
+    or an import and ends at the last line up to which it is valid Python.
     """
     text = after_thinking(text)
     blocks = _blocks(text)
@@ -51,14 +51,13 @@ def extract_code(text: str) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of every fenced block, in order."""
+    """Return (language, content) of every fenced block, in order."""
     found: list[tuple[str, str]] = []
     opened: tuple[str, int] | None = None
     for fence in _FENCE.finditer(text):
         language = fence.group(1).lower()
-        begins = (
-            opened is None or language
-        )  # a language: a block within a block that was not closed
+        # a fence with a language opens a block even within one that was not closed
+        begins = opened is None or language
         if opened is not None:
             found.append((opened[0], text[opened[1] : fence.start()]))
         opened = (language, fence.end() + 1) if begins else None
@@ -73,7 +72,11 @@ def _plain_code(text: str) -> str | None:
         return None
     lines = text[start.start() :].splitlines()
     ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
-    return next((code for end in ends if _is_python(code := "\n".join(lines[:end]))), None)
+    for end in ends:
+        code = "\n".join(lines[:end])
+        if _is_python(code):
+            return code
+    return None
 
 
 def _is_python(source: str) -> bool:
@@ -87,9 +90,7 @@ def _is_python(source: str) -> bool:
 
 
 def grade_code(text: str, problem: EvalProblem) -> bool:
-    """Whether the program in ``text`` passes all tests of the problem, in the sandbox."""
-    from rlkv.evaluation.sandbox import run_tests
-
+    """Return whether the program in ``text`` passes all tests of the problem, in the sandbox."""
     program = extract_code(text)
     if program is None:
         return False
@@ -97,7 +98,9 @@ def grade_code(text: str, problem: EvalProblem) -> bool:
 
 
 def parse_mbpp(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row of MBPP: prompt or text, test or test_list, code, perhaps task_id, test_setup_code,
+    """Parse a row of MBPP.
+
+    Its fields: prompt or text, test or test_list, code, perhaps task_id, test_setup_code and
     test_imports.
     """
     problem = text_field(row, first_field(row, ("prompt", "text"), where), where)
@@ -128,45 +131,35 @@ MBPP = EvalTask(
 )
 
 LIVECODEBENCH_TEMPLATE = (
-    "You are an expert Python programmer. Solve the following "
-    "problem.\n\n{problem}\n\n{form}\n\nPut the whole program "
-    "into one ```python code block at the end of your answer."
+    "You are an expert Python programmer. Solve the following problem.\n\n{problem}\n\n{form}\n\n"
+    "Put the whole program into one ```python code block at the end of your answer."
 )
 STDIN = "The program reads its input from standard input and writes its answer to standard output."
 STARTER = "Complete this code, keeping its names:\n\n```python\n{starter}\n```"
 DIFFICULTIES = ("easy", "medium", "hard")
-LIMITS = Limits(
-    cpu_seconds=6, wall_seconds=60, memory_bytes=4 << 30, file_bytes=64 << 20
-)  # of each test
+# of each test
+LIMITS = Limits(cpu_seconds=6, wall_seconds=60, memory_bytes=4 << 30, file_bytes=64 << 20)
 # what solutions use without an import, in this order: later names replace earlier ones
-MODULES = (
-    *(
-        "string",
-        "re",
-        "datetime",
-        "collections",
-        "heapq",
-        "bisect",
-        "copy",
-        "math",
-        "random",
-        "statistics",
-    ),
-    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+_NAMES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
 )
-PRELUDE = "\n".join(
-    [
-        *(f"from {name} import *" for name in MODULES),
-        f"import {', '.join(MODULES)}",
-        "sys.setrecursionlimit(50000)",
-        "",
-    ]
-)
+MODULES = _NAMES.split()
+PRELUDE = "".join(f"from {name} import *\n" for name in MODULES)
+PRELUDE += f"import {', '.join(MODULES)}\nsys.setrecursionlimit(50000)\n"
 SETUP = "from inside.judge import same_output, same_value"
 MOST_BYTES = 1 << 30  # of the unpacked tests of a problem
 _DAMAGE = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RecursionError),
-    *(binascii.Error, zlib.error, pickle.UnpicklingError),
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    EOFError,
+    RecursionError,
+    binascii.Error,
+    zlib.error,
+    pickle.UnpicklingError,
 )
 
 
@@ -178,11 +171,12 @@ class _PlainData(pickle.Unpickler):
 
 
 def read_tests(text: str) -> list[tuple[str, str]]:
-    """(input, output) of every test in JSON, which private tests pack as base64 of zlib of a
-    pickled text.
+    """Return (input, output) of every test.
+
+    ``text`` is JSON, which private tests pack as base64 of zlib of a pickled text.
 
     Raises:
-        ValueError: if it is none of both, unpacks to more than a GiB, or a test lacks a text.
+        ValueError: if it is neither, unpacks to more than a GiB, or a test lacks a text.
     """
     try:
         if not text.lstrip().startswith("["):
@@ -200,10 +194,11 @@ def read_tests(text: str) -> list[tuple[str, str]]:
 
 
 def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row with question_content, starter_code, public and private_test_cases, metadata, perhaps
-    question_id.
+    """Parse a row of LiveCodeBench.
 
-    ``meta`` holds the tests as they are packed: unpacked, they fill the memory.
+    Its fields: question_content, starter_code, public_test_cases, private_test_cases, metadata,
+    perhaps question_id.  ``meta`` holds the tests as they are packed: unpacked, they fill the
+    memory.
     """
     packed = {name: text_field(row, f"{name}_test_cases", where) for name in ("public", "private")}
     try:
@@ -218,32 +213,28 @@ def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedR
         ) from None
     if not tests or not (function is None or str(function).isidentifier()):
         raise ValueError(f"{where}: no tests, or func_name {function!r} is not a name")
-    question, starter = (
-        text_field(row, "question_content", where),
-        text_field(row, "starter_code", where),
-    )
+    question = text_field(row, "question_content", where)
+    starter = text_field(row, "starter_code", where)
+    form = STARTER.replace("{starter}", starter) if starter.strip() else STDIN
     return ParsedRow(
         key=text_field(row, "question_id", where) if "question_id" in row else str(number),
-        texts={
-            "problem": question,
-            "form": STARTER.replace("{starter}", starter) if starter.strip() else STDIN,
-        },
+        texts={"problem": question, "form": form},
         answer="",
         meta={"problem": question, "function": function, **packed},
     )
 
 
 def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
-    """Whether the program in ``text`` passes all tests of the problem, each in a sandbox of its
-    own.
-    """
-    program, meta = extract_code(text), problem.meta
+    """Return whether the program in ``text`` passes all tests, each in a sandbox of its own."""
+    program = extract_code(text)
     if program is None:
         return False
-    tests = [*read_tests(meta["public"]), *read_tests(meta["private"])]
-    return all(
-        _passes(PRELUDE + program, meta["function"], given, expected) for given, expected in tests
-    )
+    function = problem.meta["function"]
+    for tests in (problem.meta["public"], problem.meta["private"]):
+        for given, expected in read_tests(tests):
+            if not _passes(PRELUDE + program, function, given, expected):
+                return False
+    return True
 
 
 def _passes(program: str, function: str | None, given: str, expected: str) -> bool:
@@ -259,13 +250,13 @@ def _passes(program: str, function: str | None, given: str, expected: str) -> bo
 
 
 def select_difficulty(rows: Iterable[Row], difficulty: str) -> list[Row]:
-    """The rows of a difficulty, in the file's order."""
+    """Select the rows of a difficulty, in the file's order."""
     return [row for row in rows if row[1].get("difficulty") == difficulty]
 
 
-def _task(name: str, **options: Any) -> EvalTask:
-    return EvalTask(
-        name=name,
+LIVECODEBENCH = [
+    EvalTask(
+        name="livecodebench",
         kind="code",
         template=LIVECODEBENCH_TEMPLATE,
         max_new_tokens=32768,
@@ -275,14 +266,13 @@ def _task(name: str, **options: Any) -> EvalTask:
         hub=HubData("lighteval/code_generation_lite", "v6"),
         parse=parse_livecodebench,
         grade=grade_livecodebench,
-        **options,
     )
-
-
-LIVECODEBENCH = (
-    _task("livecodebench"),
-    *(
-        _task(f"livecodebench:{d}", select=partial(select_difficulty, difficulty=d))
-        for d in DIFFICULTIES
-    ),
-)
+]
+for _difficulty in DIFFICULTIES:
+    LIVECODEBENCH.append(
+        replace(
+            LIVECODEBENCH[0],
+            name=f"livecodebench:{_difficulty}",
+            select=partial(select_difficulty, difficulty=_difficulty),
+        )
+    )

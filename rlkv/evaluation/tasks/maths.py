@@ -1,7 +1,4 @@
-"""Tasks whose answer is a number or an expression:
-
-GSM8K, MATH-500, AIME, HMMT, the built-in models' tasks.
-"""
+"""Tasks whose answer is a number or an expression: GSM8K, MATH-500, AIME, HMMT, tiny, smol."""
 
 from __future__ import annotations
 
@@ -17,21 +14,18 @@ from rlkv.smol import problems as smol_problems
 from rlkv.tiny import problems as tiny_problems
 from rlkv.verifier import is_correct, reference_answer
 
-# the published evaluation has two spaces here, as lighteval has; one space is the paper's (appendix
-# B)
+# two spaces as in the published evaluation and in lighteval; the paper (appendix B) has one
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
 Names = tuple[str, ...]
 
 
 def grade_math(text: str, problem: EvalProblem) -> bool:
-    """Whether the answer that ``text`` ends in equals the reference (see :mod:`rlkv.verifier`)."""
+    """Return whether the answer that ``text`` ends in equals the reference."""
     return is_correct(text, problem.answer)
 
 
 def unwrap(text: str) -> str:
-    """The problem in a text that already holds a known instruction (published copies with a field
-    ``prompt``).
-    """
+    """Return the problem in a text that may hold a known instruction, as published copies do."""
     for template in (MATH_TEMPLATE, TEMPLATES["rlkv"], TEMPLATES["boxed"]):
         before, after = template.split("{problem}")
         if text.startswith(before) and text.endswith(after):
@@ -40,22 +34,24 @@ def unwrap(text: str) -> str:
 
 
 def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: Names) -> ParsedRow:
-    """A row with a problem under one of ``text`` and an answer.
-
-    Its id is under one of ``ids``, else its number.
-    """
+    """Parse a row with a problem under one of ``text``, an answer, and perhaps an id."""
     problem = unwrap(text_field(row, first_field(row, text, where), where))
     reference = text_field(row, first_field(row, ("answer", "Answer"), where), where)
     answer = reference_answer(reference)
     if not problem.strip() or not answer:
         raise ValueError(f"{where}: the problem or its answer is empty")
-    solution = next(
-        (text_field(row, name, where) for name in ("solution", "Solution") if name in row), ""
-    )
+    solution = _first(row, ("solution", "Solution"), where, default="")
     if not solution and reference.strip() != answer:
         solution = reference
-    key = next((text_field(row, name, where) for name in ids if name in row), str(number))
+    key = _first(row, ids, where, default=str(number))
     return ParsedRow(key, {"problem": problem}, answer, {"problem": problem, "solution": solution})
+
+
+def _first(row: dict[str, Any], names: Names, where: str, default: str) -> str:
+    for name in names:
+        if name in row:
+            return text_field(row, name, where)
+    return default
 
 
 def math_task(
@@ -69,7 +65,7 @@ def math_task(
     template: str = MATH_TEMPLATE,
     draw: Callable[[int], list[Row]] | None = None,
 ) -> EvalTask:
-    """A task whose answers the verifier compares.
+    """Make a task whose answers the verifier compares.
 
     Its name is enough where problems are in a local file.
 
@@ -78,18 +74,16 @@ def math_task(
         text, ids: names that the fields with the problem and its id may have; the answer is in
             ``answer``.
     """
-    fields = f"{' or '.join(text)} and answer"
-    parse = partial(parse_math, text=text, ids=ids)
     return EvalTask(
-        name,
-        "math",
-        template,
-        max_new_tokens,
-        file or name,
-        fields,
-        hub,
-        parse,
-        grade_math,
+        name=name,
+        kind="math",
+        template=template,
+        max_new_tokens=max_new_tokens,
+        file=file or name,
+        fields=f"{' or '.join(text)} and answer",
+        hub=hub,
+        parse=partial(parse_math, text=text, ids=ids),
+        grade=grade_math,
         draw=draw,
     )
 
@@ -98,15 +92,13 @@ HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
 
 
 def draw_tiny(number: int) -> list[Row]:
-    """Held-out problems of the tiny task."""
-    return [
-        (f"tiny problem {i}", dict(row))
-        for i, row in enumerate(tiny_problems(number, HELD_OUT_SEED), start=1)
-    ]
+    """Draw held-out problems of the tiny task."""
+    drawn = tiny_problems(number, HELD_OUT_SEED)
+    return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(drawn, start=1)]
 
 
 def draw_smol(number: int) -> list[Row]:
-    """Held-out problems of the built-in language model's task."""
+    """Draw held-out problems of the built-in language model's task."""
     drawn = smol_problems(number, HELD_OUT_SEED, 4, 10)
     return [(f"smol problem {i}", dict(row)) for i, row in enumerate(drawn, start=1)]
 

@@ -25,9 +25,7 @@ EXTRA = "ifeval"
 
 
 def grade_ifeval(text: str, problem: EvalProblem) -> bool:
-    """Whether what follows the thoughts obeys all instructions as it is: prompt-level strict
-    accuracy.
-    """
+    """Return whether the text after the thoughts obeys all instructions (prompt-level, strict)."""
     return _follows(after_thinking(text).strip(), problem.meta)
 
 
@@ -39,7 +37,7 @@ def _follows(response: str, meta: Any) -> bool:
 
 @functools.cache
 def _checkers() -> ModuleType:
-    """The module of lm-eval; a ``ValueError`` if it or the data that it needs is not installed."""
+    """Import lm-eval's checkers; ``ValueError`` if they or their data are not installed."""
     nltk = require("nltk", EXTRA)
     try:
         nltk.data.find("tokenizers/punkt_tab")
@@ -48,27 +46,21 @@ def _checkers() -> ModuleType:
             "IFEval counts sentences with NLTK's punkt_tab, which is not installed: python -m "
             "nltk.downloader punkt_tab"
         ) from None
-    require(
-        "langdetect", EXTRA
-    ).DetectorFactory.seed = 0  # else its verdicts differ from run to run
+    detector = require("langdetect", EXTRA).DetectorFactory
+    detector.seed = 0  # else its verdicts differ from run to run
     return require("lm_eval.tasks.ifeval.utils", EXTRA)
 
 
 def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """A row with prompt, instruction_id_list and kwargs (one dict for each instruction), perhaps
-    key.
+    """Parse a row of IFEval.
+
+    Its fields: prompt, instruction_id_list, kwargs (a dict for each instruction), perhaps key.
     """
-    prompt, names, arguments = (
-        text_field(row, "prompt", where),
-        row.get("instruction_id_list"),
-        row.get("kwargs"),
-    )
-    if (
-        not prompt.strip()
-        or not names
-        or not isinstance(arguments, list)
-        or len(names) != len(arguments)
-    ):
+    prompt = text_field(row, "prompt", where)
+    names = row.get("instruction_id_list", [])
+    arguments = row.get("kwargs", [])
+    is_complete = prompt.strip() and names and isinstance(arguments, list)
+    if not is_complete or len(names) != len(arguments):
         raise ValueError(
             f"{where}: it needs a prompt, and as many kwargs as there are names in "
             "instruction_id_list"
@@ -77,8 +69,8 @@ def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         "problem": prompt,
         "instructions": names,
         "arguments": [dict(each or {}) for each in arguments],
+        "checkers": version(_checkers().__name__.partition(".")[0]),
     }
-    utils = _checkers()
     try:
         _follows("", meta)
     except Exception as error:  # whatever a checker raises for arguments that are not its own
@@ -86,12 +78,7 @@ def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
             f"{where}: {', '.join(map(str, names))}: {type(error).__name__}: {error}"
         ) from None
     key = text_field(row, "key", where) if "key" in row else str(number)
-    return ParsedRow(
-        key,
-        {"problem": prompt},
-        "",
-        {**meta, "checkers": version(utils.__name__.partition(".")[0])},
-    )
+    return ParsedRow(key, {"problem": prompt}, "", meta)
 
 
 IFEVAL = EvalTask(
@@ -113,16 +100,17 @@ DRAWN = 400  # problems of a task without data
 
 
 def find_task(name: str) -> EvalTask:
-    """The task ``name``; a ``ValueError`` lists the names if there is none."""
+    """Return the task ``name``; ``ValueError`` with the names if there is none."""
     if name in TASKS:
         return TASKS[name]
     raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
 
 
 def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
-    """The tasks ``names``, each once, with a file of its own in ``data`` (None: the hub).
+    """Return the tasks ``names``.
 
-    Else a ``ValueError``.
+    Raises:
+        ValueError: if one is unknown or named twice, or ``data`` is one file for several tasks.
     """
     found = [find_task(name) for name in names]
     if len(set(names)) < len(found):
@@ -130,14 +118,13 @@ def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
     if data is not None and len(found) > 1 and data.expanduser().is_file():
         raise ValueError(
             f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that "
-            "holds a file for "
-            "each, or name one task"
+            "holds a file for each, or name one task"
         )
     return found
 
 
 def trained_template(gates: Iterable[HeadGates]) -> str | None:
-    """The template that all gates were trained with.
+    """Return the template that all gates were trained with.
 
     None for ``rlkv``, of which tasks have the published text.
     """
@@ -148,7 +135,7 @@ def trained_template(gates: Iterable[HeadGates]) -> str | None:
 def load_task(
     name: str, path: str | Path | None = None, limit: int | None = None, template: str | None = None
 ) -> list[EvalProblem]:
-    """The problems of a task, in the order of its data.
+    """Load the problems of a task, in the order of its data.
 
     Args:
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's
@@ -172,7 +159,8 @@ def load_task(
     elif source is not None:
         rows = read_rows(str(_local_file(task, source)))
     elif task.hub is not None:
-        what, hub = f"task {name!r} ({task.hub.id})", task.hub
+        hub = task.hub
+        what = f"task {name!r} ({hub.id})"
         rows = dataset_rows(hub.id, "eval", what, _what_to_give(task), hub.config, hub.split)
     else:
         raise ValueError(f"task {name!r} has no data on the hub: {_what_to_give(task)}")
@@ -187,13 +175,13 @@ def _local_file(task: EvalTask, path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ValueError(f"task {task.name!r}: {path} does not exist: {_what_to_give(task)}")
-    files = [file for suffix in SUFFIXES if (file := path / f"{task.file}{suffix}").is_file()]
-    if not files:
-        raise ValueError(
-            f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or "
-            f"{task.file}.parquet"
-        )
-    return files[0]
+    for suffix in SUFFIXES:
+        file = path / f"{task.file}{suffix}"
+        if file.is_file():
+            return file
+    raise ValueError(
+        f"task {task.name!r}: the folder {path} holds no {task.file}.jsonl or {task.file}.parquet"
+    )
 
 
 def _what_to_give(task: EvalTask) -> str:

@@ -1,10 +1,11 @@
-"""The runner on the tiny model: fixed batches, resuming, several processes, bytes per row."""
+"""The runner on the tiny model: resuming, shares of processes, bytes per row, what is compared."""
 
 from __future__ import annotations
 
 import copy
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation import runner
 from rlkv.evaluation.metrics import RepetitionRule
-from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
+from rlkv.evaluation.runner import (
+    Background,
+    Problem,
+    RunSettings,
+    library_facts,
+    model_facts,
+    render_problems,
+    run_method,
+)
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS
 from rlkv.eviction import RKV
@@ -25,72 +34,91 @@ from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.store import settings_path
 from rlkv.verifier import is_correct
+from tests.helpers.models import make_tiny_model
 
 GREEDY = RunSettings(CacheSettings(sink=4, window=16), SamplingParams(60), batch_size=3)
 HALF = HeadAllocation.random(4, 6, 0.5, seed=1)
+N = 7
+Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def model_and_tokenizer():
+def tiny_model() -> Any:
     return tiny.load()
 
 
-def problems(tokenizer, n: int = 7) -> list[Problem]:
-    drawn = tiny.problems(n, seed=5, max_definitions=5)
-    return [
-        Problem(
-            f"p{i}",
-            render_prompt(tokenizer, p["problem"]),
-            lambda text, a=p["answer"]: is_correct(text, a),
+@pytest.fixture(scope="module")
+def problems(tiny_model: Any) -> list[Problem]:
+    found = []
+    for i, drawn in enumerate(tiny.problems(N, seed=5, max_definitions=5)):
+        prompt = render_prompt(tiny_model[1], drawn["problem"])
+        found.append(Problem(f"p{i}", prompt, lambda t, a=drawn["answer"]: is_correct(t, a)))
+    return found
+
+
+Run = Callable[..., tuple[list[Row], list[tuple[int, int]]]]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Any, problems: list[Problem]) -> Run:
+    """Runs a method; returns the rows and what ``on_rows`` was told."""
+
+    def call(
+        path: Path,
+        settings: RunSettings = GREEDY,
+        allocation: HeadAllocation = HALF,
+        given: list[Problem] = problems,
+        model: Any = tiny_model[0],
+        **facts: Any,
+    ) -> tuple[list[Row], list[tuple[int, int]]]:
+        seen: list[tuple[int, int]] = []
+        rows = run_method(
+            model,
+            tiny_model[1],
+            given,
+            allocation,
+            settings,
+            path,
+            facts,
+            lambda done, total, accuracy: seen.append((done, total)),
         )
-        for i, p in enumerate(drawn)
-    ]
+        return rows, seen
+
+    return call
 
 
-def run(
-    model_and_tokenizer,
-    path: Path,
-    settings: RunSettings = GREEDY,
-    allocation: HeadAllocation = HALF,
-    **facts,
-):
-    model, tokenizer = model_and_tokenizer
-    seen: list[tuple[int, int]] = []
-    rows = run_method(
-        model,
-        tokenizer,
-        problems(tokenizer),
-        allocation,
-        settings,
-        path,
-        facts,
-        lambda done, total, accuracy: seen.append((done, total)),
-    )
-    return rows, seen
+@pytest.fixture(scope="module")
+def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    """File and rows of an uninterrupted run."""
+    path = tmp_path_factory.mktemp("whole") / "one.jsonl"
+    rows, seen = run(path)
+    assert seen == [(done, N) for done in range(N + 1)], "every row is written as it ends"
+    return path, rows
 
 
-def without_seconds(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+def stable(rows: list[Row]) -> list[Row]:
+    """Rows by key, without seconds."""
+    kept = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    return sorted(kept, key=lambda row: row["key"])
 
 
+@pytest.mark.parametrize("kept", [0, 3])
 def test_a_killed_run_ends_with_the_rows_of_an_uninterrupted_one(
-    model_and_tokenizer, tmp_path: Path
+    run: Run, whole: tuple[Path, list[Row]], tmp_path: Path, kept: int
 ) -> None:
-    want, seen = run(model_and_tokenizer, tmp_path / "whole.jsonl")
-    assert seen == [(done, 7) for done in range(8)], "every row is written as it ends"
-    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    for kept in (0, 1, 3, 5):  # whole lines, and a torn one
-        path = tmp_path / f"killed{kept}.jsonl"
-        path.write_text("".join(lines[:kept]) + lines[kept][:40])
-        settings_path(path).write_bytes(settings_path(tmp_path / "whole.jsonl").read_bytes())
-        got, seen = run(model_and_tokenizer, path)
-        assert seen[0] == (kept, 7)
-        assert without_seconds(got) == without_seconds(want)
-        assert len(path.read_text().splitlines()) == 7
+    lines = whole[0].read_text().splitlines(keepends=True)
+    path = tmp_path / "killed.jsonl"
+    path.write_text("".join(lines[:kept]) + lines[kept][:40])  # whole lines, and a torn one
+    settings_path(path).write_bytes(settings_path(whole[0]).read_bytes())
+    got, seen = run(path)
+    assert seen[0] == (kept, N)
+    assert stable(got) == stable(whole[1])
+    assert len(path.read_text().splitlines()) == N
 
 
-def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_path: Path) -> None:
-    want, _ = run(model_and_tokenizer, tmp_path / "whole.jsonl")
+def test_rows_are_written_while_their_batch_is_decoded(
+    run: Run, tiny_model: Any, problems: list[Problem], tmp_path: Path
+) -> None:
     path = tmp_path / "stopped.jsonl"
 
     def stop(done: int, total: int, accuracy: float) -> None:
@@ -98,24 +126,20 @@ def test_rows_are_written_while_their_batch_is_decoded(model_and_tokenizer, tmp_
         if done == 2:  # in the middle of the first batch
             raise OSError("the disk is full")
 
-    model, tokenizer = model_and_tokenizer
     with pytest.raises(OSError, match="disk"):
-        run_method(model, tokenizer, problems(tokenizer), HALF, GREEDY, path, {}, stop)
+        run_method(*tiny_model, problems, HALF, GREEDY, path, {}, stop)
     before = path.read_text()
     assert len(before.splitlines()) >= 2, "what had ended stays"
-    got, _ = run(model_and_tokenizer, path)
+    run(path)
     assert path.read_text().startswith(before)
-    assert without_seconds(got) == without_seconds(want)
 
 
-def test_slow_graders_do_not_hold_decoding(model_and_tokenizer, tmp_path: Path) -> None:
-    model, tokenizer = model_and_tokenizer
+def test_slow_graders_do_not_hold_decoding(
+    run: Run, tiny_model: Any, problems: list[Problem], tmp_path: Path
+) -> None:
     decoded = threading.Event()
-
-    def grade(text: str) -> bool:
-        return decoded.wait(60)  # false if decoding waited for this verdict
-
-    slow = [replace(problem, grade=grade) for problem in problems(tokenizer)]
+    # false if decoding waited for the verdict
+    slow = [replace(problem, grade=lambda text: decoded.wait(60)) for problem in problems]
     batches = 0
 
     def watch(module: Any, args: Any, kwargs: Any) -> None:
@@ -124,22 +148,18 @@ def test_slow_graders_do_not_hold_decoding(model_and_tokenizer, tmp_path: Path) 
         if batches == 3:
             decoded.set()
 
-    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    handle = tiny_model[0].register_forward_pre_hook(watch, with_kwargs=True)
     try:
-        rows = run_method(
-            model, tokenizer, slow, HALF, GREEDY, tmp_path / "rows.jsonl", {}, lambda *_: None
-        )
+        rows, _ = run(tmp_path / "rows.jsonl", given=slow)
     finally:
         handle.remove()
     assert all(row["correct"] for row in rows)
 
 
-def test_repetitive_texts_may_be_ended(model_and_tokenizer, tmp_path: Path) -> None:
+def test_repetitive_texts_may_be_ended(run: Run, tmp_path: Path) -> None:
     rule = RepetitionRule(window=8, distinct=7)
-    free, _ = run(model_and_tokenizer, tmp_path / "free.jsonl", replace(GREEDY, rule=rule))
-    stopped, _ = run(
-        model_and_tokenizer, tmp_path / "s.jsonl", replace(GREEDY, rule=rule, stop_repetitive=True)
-    )
+    free, _ = run(tmp_path / "free.jsonl", replace(GREEDY, rule=rule))
+    stopped, _ = run(tmp_path / "s.jsonl", replace(GREEDY, rule=rule, stop_repetitive=True))
     ended = 0
     for before, after in zip(free, stopped, strict=True):
         assert before["repetitive"] == after["repetitive"]
@@ -149,179 +169,195 @@ def test_repetitive_texts_may_be_ended(model_and_tokenizer, tmp_path: Path) -> N
             assert after["repetitive"]
             assert len(after["token_ids"]) % rule.window == 0
         else:
-            assert without_seconds([after]) == without_seconds([before])
-    assert 0 < ended < 7
-    with pytest.raises(ValueError, match=r"\(stop_repetitive\)"):
-        run(model_and_tokenizer, tmp_path / "s.jsonl", replace(GREEDY, rule=rule))
+            assert stable([after]) == stable([before])
+    assert 0 < ended < N
 
 
-def test_other_settings_are_refused_by_name(model_and_tokenizer, tmp_path: Path) -> None:
-    run(model_and_tokenizer, tmp_path / "rows.jsonl", data="a")
-    before = (tmp_path / "rows.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"\(data\)"):
-        run(model_and_tokenizer, tmp_path / "rows.jsonl", data="b")
-    # as after a lack of memory
-    run(
-        model_and_tokenizer, tmp_path / "rows.jsonl", replace(GREEDY, batch_size=2), data="a"
-    )  # as after a lack of memory
-    other = replace(GREEDY, cache=CacheSettings(eviction=RKV(budget=40)))
-    with pytest.raises(ValueError, match=r"\(cache.eviction, cache.sink, cache.window\)"):
-        run(model_and_tokenizer, tmp_path / "rows.jsonl", other, data="a")
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "name", ["weights", "answer", "prompt", "version", "library", "full heads"]
-)
 def test_what_a_run_depends_on_may_not_change(
-    model_and_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    run: Run,
+    tiny_model: Any,
+    problems: list[Problem],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, tokenizer = model_and_tokenizer
-    path, allocation, given = tmp_path / "rows.jsonl", HALF, problems(tokenizer)
-
-    def again() -> None:
-        run_method(model, tokenizer, given, allocation, GREEDY, path, {}, lambda *_: None)
-
-    again()
+    path = tmp_path / "rows.jsonl"
+    run(path, data="a")
     before = path.read_bytes()
-    if name == "weights":
-        model = copy.deepcopy(model)
-        with torch.no_grad():
-            model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
-        expected = "model_state.weights"
-    elif name == "answer":
-        given = [replace(given[0], reference="other"), *given[1:]]
-        expected = "problems"
-    elif name == "prompt":
-        given = [replace(given[0], prompt=given[0].prompt + " ?"), *given[1:]]
-        expected = "problems, prompt_tokens"
-    elif name == "version":
-        changed = runner.library_facts() | {"rlkv": "99"}
-        monkeypatch.setattr(runner, "library_facts", lambda: changed)
-        expected = "libraries.rlkv"
-    elif name == "library":
-        changed = runner.library_facts() | {"torch": "1.0"}
-        monkeypatch.setattr(runner, "library_facts", lambda: changed)
-        expected = r"libraries.torch\).*\"1.0\""
-    else:
-        allocation = HeadAllocation.random(4, 6, 0.5, seed=2)
-        expected = "full_heads"
-    with pytest.raises(ValueError, match=rf"\({expected}"):
-        again()
+    run(path, replace(GREEDY, batch_size=2), data="a")  # as after a lack of memory
+    other_model = copy.deepcopy(tiny_model[0])
+    with torch.no_grad():
+        other_model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
+    other_cache = replace(GREEDY, cache=CacheSettings(eviction=RKV(budget=40)))
+    answer = [replace(problems[0], reference="other"), *problems[1:]]
+    prompt = [replace(problems[0], prompt=problems[0].prompt + " ?"), *problems[1:]]
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"data": "b"}, "data"),
+        ({"settings": other_cache}, "cache.eviction, cache.sink, cache.window"),
+        ({"settings": replace(GREEDY, stop_repetitive=True)}, "stop_repetitive"),
+        ({"model": other_model}, "model_state.weights"),
+        ({"given": answer}, "problems"),
+        ({"given": prompt}, "problems, prompt_tokens"),
+        ({"allocation": HeadAllocation.random(4, 6, 0.5, seed=2)}, "full_heads"),
+    ]
+    for change, named in changes:
+        with pytest.raises(ValueError, match=rf"\({named}"):
+            run(path, **{"data": "a", **change})
+    for library in ("rlkv", "torch"):
+        found = library_facts() | {library: "99"}
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "library_facts", lambda found=found: found)
+            with pytest.raises(ValueError, match=rf"\(libraries.{library}"):
+                run(path, data="a")
     assert path.read_bytes() == before
 
 
-def test_shares_of_two_processes_make_the_whole(model_and_tokenizer, tmp_path: Path) -> None:
-    want, _ = run(model_and_tokenizer, tmp_path / "one.jsonl")
-    parts = [
-        run(model_and_tokenizer, tmp_path / f"{rank}.jsonl", replace(GREEDY, rank=rank, ranks=2))[0]
-        for rank in (0, 1)
-    ]
-    assert [len(part) for part in parts] == [4, 3]
-    check_same_rows([*parts[0], *parts[1]], want)
-
-
-def check_same_rows(found: list[dict], want: list[dict]) -> None:
-    order = sorted(without_seconds(found), key=lambda row: row["key"])
-    assert order == sorted(without_seconds(want), key=lambda row: row["key"])
-
-
 def test_another_number_of_processes_takes_the_rows_over(
-    model_and_tokenizer, tmp_path: Path
+    run: Run, whole: tuple[Path, list[Row]], tmp_path: Path
 ) -> None:
-    model, tokenizer = model_and_tokenizer
-    want, _ = run(model_and_tokenizer, tmp_path / "one.jsonl")
     first = tmp_path / "rows-0-of-2.jsonl"
-    run(
-        model_and_tokenizer, first, replace(GREEDY, ranks=2)
-    )  # the share of one of two processes; then both are killed
+    share, _ = run(first, replace(GREEDY, ranks=2))
+    assert len(share) == 4
     lines = first.read_text().splitlines(keepends=True)
-    first.write_text("".join(lines[:2]) + lines[2][:30])
+    first.write_text("".join(lines[:2]) + lines[2][:30])  # as a kill leaves it
     kept = first.read_bytes()
-    seen = []
-    rows = run_method(
-        *(model, tokenizer, problems(tokenizer), HALF, GREEDY, tmp_path / "rows-0-of-1.jsonl", {}),
-        lambda done, total, accuracy: seen.append((done, total)),
-        [first],
-    )
-    check_same_rows(rows, want)
-    assert seen[0] == (2, 7)
+    rows, seen = run(tmp_path / "rows-0-of-1.jsonl")
+    assert stable(rows) == stable(whole[1])
+    assert seen[0] == (2, N)
     assert first.read_bytes() == kept
-    assert len((tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()) == 5, (
-        "only what was missing is written"
-    )
-
-    parts = [
-        run_method(
-            *(model, tokenizer, problems(tokenizer), HALF, replace(GREEDY, rank=rank, ranks=3)),
-            *(tmp_path / f"rows-{rank}-of-3.jsonl", {}, lambda *_: None),
-            [first, tmp_path / "rows-0-of-1.jsonl"],
-        )
-        for rank in range(3)
-    ]
-    check_same_rows([row for part in parts for row in part], want)
-    assert not any((tmp_path / f"rows-{rank}-of-3.jsonl").read_text() for rank in range(3))
+    written = (tmp_path / "rows-0-of-1.jsonl").read_text().splitlines()
+    assert len(written) == 5, "only what was missing is written"
+    parts = []
+    for rank in range(3):
+        settings = replace(GREEDY, rank=rank, ranks=3)
+        parts += run(tmp_path / f"rows-{rank}-of-3.jsonl", settings)[0]
+        assert not (tmp_path / f"rows-{rank}-of-3.jsonl").read_text()
+    assert stable(parts) == stable(whole[1])
     other = replace(GREEDY, sampling=SamplingParams(61))
-    with pytest.raises(ValueError, match=r"rows-0-of-2.jsonl.*\(sampling.max_new_tokens\)"):
-        run_method(
-            model,
-            tokenizer,
-            problems(tokenizer),
-            HALF,
-            other,
-            tmp_path / "new.jsonl",
-            {},
-            lambda *_: None,
-            [first],
-        )
+    with pytest.raises(ValueError, match=r"rows-0-of-1.jsonl.*\(sampling.max_new_tokens\)"):
+        run(tmp_path / "rows-1-of-2.jsonl", other)
 
 
-def test_samples_differ_and_repeat(model_and_tokenizer, tmp_path: Path) -> None:
-    settings = RunSettings(
-        CacheSettings(), SamplingParams(30, temperature=5.0, seed=3), num_samples=2, batch_size=4
-    )
-    first, _ = run(model_and_tokenizer, tmp_path / "a.jsonl", settings)
-    again, _ = run(model_and_tokenizer, tmp_path / "b.jsonl", settings)
-    assert without_seconds(first) == without_seconds(again)
+def test_samples_differ_and_repeat(run: Run, tmp_path: Path) -> None:
+    sampling = SamplingParams(30, temperature=5.0, seed=3)
+    settings = RunSettings(CacheSettings(), sampling, num_samples=2, batch_size=4)
+    first, _ = run(tmp_path / "a.jsonl", settings)
+    again, _ = run(tmp_path / "b.jsonl", settings)
+    assert [row["text"] for row in first] == [row["text"] for row in again]
     texts = {(row["key"], row["sample"]): row["text"] for row in first}
-    assert len(texts) == 14
-    assert any(texts[f"p{i}", 0] != texts[f"p{i}", 1] for i in range(7))
+    assert len(texts) == 2 * N
+    assert any(texts[f"p{i}", 0] != texts[f"p{i}", 1] for i in range(N))
     with pytest.raises(ValueError, match="greedy"):
         RunSettings(CacheSettings(), SamplingParams(30), num_samples=2)
-
-
-def test_planned_lengths_do_not_go_with_a_growing_budget() -> None:
     policy = RKV(ratio=0.3, extra=64, variant="rlkv_tables")
     with pytest.raises(ValueError, match="rlkv_tables"):
         replace(GREEDY, cache=CacheSettings(eviction=policy), planned=(3000,))
 
 
-def test_bytes_of_a_row_are_its_own(model_and_tokenizer, tmp_path: Path) -> None:
-    _, tokenizer = model_and_tokenizer
-    rows, _ = run(model_and_tokenizer, tmp_path / "rows.jsonl")
+def test_bytes_of_a_row_are_its_own(
+    run: Run,
+    whole: tuple[Path, list[Row]],
+    tiny_model: Any,
+    problems: list[Problem],
+    tmp_path: Path,
+) -> None:
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
-    reference, _ = run(model_and_tokenizer, tmp_path / "full.jsonl", allocation=full)
-    prompts = {
-        p.key: len(tokenizer(p.prompt, add_special_tokens=False).input_ids)
-        for p in problems(tokenizer)
-    }
-    for row in [*rows, *reference]:
+    reference, _ = run(tmp_path / "full.jsonl", allocation=full)
+    prompts = {}
+    for problem in problems:
+        ids = tiny_model[1](problem.prompt, add_special_tokens=False).input_ids
+        prompts[problem.key] = len(ids)
+    for row in [*whole[1], *reference]:
         tokens = prompts[row["key"]] + len(row["token_ids"]) - 1
         assert row["kv_bytes_full"] == 24 * tokens * 2 * 32 * 4
-    for row in rows:
-        tokens = prompts[row["key"]] + len(row["token_ids"]) - 1
-        assert row["kv_bytes"] == (12 * tokens + 12 * min(tokens, 20)) * 2 * 32 * 4
-    assert all(row["kv_bytes"] == row["kv_bytes_full"] for row in reference)
+        kept = 12 * tokens + 12 * min(tokens, 20) if row in whole[1] else 24 * tokens
+        assert row["kv_bytes"] == kept * 2 * 32 * 4
     made = json.loads(settings_path(tmp_path / "full.jsonl").read_text())
     assert made["settings"]["libraries"]["rlkv"]
     assert "commit" in made["recorded"]
 
 
-def test_thoughts_that_a_chat_template_opens_are_not_graded(model_and_tokenizer) -> None:
-    tokenizer = copy.deepcopy(model_and_tokenizer[1])
+def test_thoughts_that_a_chat_template_opens_are_not_graded(tiny_model: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_model[1])
     problem = EvalProblem("a", "Which?", "B", {"options": ["1", "2", "3", "4"]})
     for ending, cut_in_thoughts in (("", True), ("<think>\n", False)):
         tokenizer.chat_template = "{{ messages[0].content }}" + ending
         (rendered,) = render_problems(TASKS["gpqa_diamond"], [problem], tokenizer)
         assert rendered.grade("The answer is B. Wait,") is cut_in_thoughts
         assert rendered.grade("The answer is A. </think> The answer is B.")
+
+
+# --- what a resumed run compares
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_another_state_of_the_model_is_seen(place: int) -> None:
+    model = make_tiny_model("qwen3")
+    before = model_facts(model)
+    assert model_facts(make_tiny_model("qwen3")) == before
+    for name, parameter in list(model.named_parameters())[::5]:
+        with torch.no_grad():
+            old = parameter.view(-1)[place].item()
+            parameter.view(-1)[place] += 1
+            after = model_facts(model)
+            parameter.view(-1)[place] = old
+        assert after["weights"] != before["weights"], name
+    model.config._name_or_path = "another/folder"
+    assert model_facts(model) == before, "a folder may move"
+    model.config.rope_theta = 5e4
+    assert model_facts(model)["config"] != before["config"]
+    half = model_facts(model.to(torch.bfloat16))
+    assert half["dtype"] == "torch.bfloat16"
+    assert half["weights"] != before["weights"]
+
+
+def test_rows_from_before_the_protected_prompt_stay_valid() -> None:
+    plain = RunSettings(CacheSettings(), SamplingParams(4)).fingerprint()
+    protecting = RunSettings(CacheSettings(protect_prompt=True), SamplingParams(4)).fingerprint()
+    assert "protect_prompt" not in plain["cache"]
+    assert protecting["cache"] == {**plain["cache"], "protect_prompt": True}
+
+
+# --- the thread that grades
+
+
+def test_jobs_run_in_their_order_on_another_thread() -> None:
+    ran: list[tuple[int, int]] = []
+    with Background(capacity=3) as background:
+        for i in range(50):
+            background.submit(lambda i=i: ran.append((i, threading.get_ident())))
+    assert [i for i, _ in ran] == list(range(50))
+    (thread,) = {ident for _, ident in ran}
+    assert thread != threading.get_ident()
+
+
+@pytest.mark.parametrize(("capacity", "more"), [(1, 1), (4, 0)])
+def test_the_failure_of_a_job_reaches_who_gives_jobs(capacity: int, more: int) -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    taken = []
+    with pytest.raises(OSError, match="no room"), Background(capacity) as background:  # noqa: PT012
+        background.submit(fail)
+        for i in range(more):  # one open job at a time: the next one waits for the failed one
+            background.submit(lambda: None)
+            taken.append(i)
+    assert taken == []
+
+
+def test_an_error_of_the_giver_drops_what_has_not_begun() -> None:
+    begun = threading.Event()
+    go_on = threading.Event()
+    ran: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        ran.append("first")
+
+    with pytest.raises(KeyboardInterrupt), Background(capacity=4) as background:  # noqa: PT012
+        background.submit(first)
+        background.submit(lambda: ran.append("second"))
+        assert begun.wait(60)
+        threading.Timer(0.05, go_on.set).start()
+        raise KeyboardInterrupt
+    assert ran == ["first"]

@@ -1,11 +1,11 @@
-"""Right programs pass; weak spots of a test, of the protections and of the data on the way do not
-help wrong ones.
-"""
+"""Right programs pass; weak spots of tests, protections and data do not help wrong ones."""
 
 import ctypes
 import json
 import os
+import re
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -16,24 +16,28 @@ import pytest
 from rlkv.evaluation import sandbox
 from rlkv.evaluation.sandbox import Isolation, Limits, SandboxError, Verdict, run_tests
 from rlkv.evaluation.sandbox.inside import worker
+from rlkv.evaluation.sandbox.inside.judge import same_output, same_value
 from rlkv.evaluation.tasks.registry import load_task
-from tests.helpers.good_programs import GOOD
+from tests.evaluation.sandbox.conftest import load_programs
+from tests.helpers.paths import SHARED
 
-EQUAL = (
-    "class E:\n    __eq__ = __lt__ = __gt__ = lambda s, o: True\n    __ne__ = lambda s, o: False\n"
-)
+GOOD = load_programs("good")
+WEAK = load_programs("weak")
 VALUES = [
-    None, True, 0, -5, 2**63, -(2**64), 1 << 20_000, -(1 << 20_000), 0.1, float("inf"), -0.0, 1 + 2j,
-    "", "a\x00\ud800中", b"\x00\xff", bytearray(b"a"), [], [[1], (2,), {3}], (), (1, [2]), {1, "a"},
-    frozenset({(1, 2)}), {}, {(1, 2): [3], None: {}}, range(1, 9, 2), Decimal("1.10"), Fraction(1, 3),
-    date(2020, 2, 29), datetime(2020, 2, 29, 1, 2, 3),
-]  # fmt: skip
+    *(None, True, 0, -5, 2**63, -(2**64), 1 << 20_000, -(1 << 20_000)),
+    *(0.1, float("inf"), -0.0, 1 + 2j, Decimal("1.10"), Fraction(1, 3)),
+    *("", "a\x00\ud800中", b"\x00\xff", bytearray(b"a")),
+    *([], [[1], (2,), {3}], (), (1, [2]), {1, "a"}, frozenset({(1, 2)})),
+    *({}, {(1, 2): [3], None: {}}, range(1, 9, 2)),
+    *(date(2020, 2, 29), datetime(2020, 2, 29, 1, 2, 3)),
+]
 
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
 @pytest.mark.parametrize("name", GOOD)
 def test_right_programs_pass(name: str, isolation: Isolation) -> None:
-    verdict = run_tests(*GOOD[name], Limits(wall_seconds=60))
+    program, *tests = re.split(r"\n(?=assert |# test\n)", GOOD[name])
+    verdict = run_tests(program, tests, Limits(wall_seconds=60))
     assert (verdict.passed, verdict.reason, verdict.detail) == (True, "passed", "")
 
 
@@ -60,31 +64,9 @@ def test_reasons(program: str, reason: str, isolation: Isolation) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
-        # helpers of the test are the genuine ones, whatever the program calls by their names
-        ("def f(x): return 0\ndef set(x): return 0\ndef sorted(x): return 0", "assert set([f(1)]) == set([2])"),
-        ("class math:\n    isclose = lambda *a, **k: True\ndef f(x): return 0", "assert math.isclose(f(1), 2)"),
-        ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0", "assert math.isclose(f(1), 2)"),
-        # a builtin of that name does not stand in for the missing function
-        ("", "assert sum([10, 15]) == 25"),
-        # a test that catches everything does not hide that the program has left
-        ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept:\n    pass\nelse:\n    assert "
-                                             "False"),
-        # objects cannot be compared, in whatever place, and functions cannot be sent
-        (EQUAL + "def f(x): return [E()]", "assert f(1) == [2]"),
-        (EQUAL + "def f(x): return {'a': E()}", "assert f(1) == {'a': 2}"),
-        (EQUAL + "def f(x): return E()", "assert f(1) in (1, 2)"),
-        (EQUAL + "def f(x): return E()", "assert 2 == f(1)"),
-        (EQUAL + "def f(x): return E()", "assert not f(1) != 2"),
-        (EQUAL + "def f(x): return E()", "assert f(1) < 2"),
-        ("class E(float):\n    __sub__ = lambda s, o: 0\ndef f(x): return E(9)", "assert abs(f(1) - 2) < 1e-6"),
-        ("class E:\n    def __repr__(s): raise SystemExit\ndef f(x): return E()", "assert f(1) is None, f(1)"),
-        ("def f(x): return 4", "assert f(lambda: 3) == 4"),
-    ],
-)  # fmt: skip
-def test_weak_spots_of_tests(program: str, test: str) -> None:
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_spots_of_tests(name: str) -> None:
+    program, test = re.split(r"\n(?=assert |# test\n)", WEAK[name])
     assert not run_tests(program, [test], Limits(wall_seconds=60)).passed
 
 
@@ -226,3 +208,113 @@ def test_a_bubblewrap_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyP
     finally:
         sandbox.find_isolation.cache_clear()
     assert [way.bubblewrap for way in ran] == ["/usr/bin/bwrap", None]
+
+
+# --- standard input
+
+SETUP = "from inside.judge import same_output"
+LIMITS = Limits(wall_seconds=60)
+
+
+def reason(program: str, stdin: str = "3 4\n5\n", expected: str = "12") -> str:
+    return run_tests(
+        program, [f"assert same_output(output, {expected!r})"], LIMITS, setup=SETUP, stdin=stdin
+    ).reason
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "a, b = map(int, input().split())\nprint(a + b + int(input()))",
+        "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
+        "import sys\nsys.stdout.write(str(sum(int(x) for line in sys.stdin for x in "
+        "line.split())))\nsys.exit(1)",
+        "import os\nos.write(1, b'%d' % sum(map(int, open(0).read().split())))",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(5 + sum(map(int, "
+        "input().split())))",
+        "print(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))",
+        "import sys\nsys.stderr = open('/dev/stderr', 'w')\nprint('read', "
+        "file=sys.stderr)\nprint(12)",
+        "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * "
+        "2)\nprint(12)",
+    ],
+)
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
+def test_programs_that_read_standard_input(program: str, isolation: Isolation) -> None:
+    assert reason(program) == "passed"
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        ("print(13)", "failed"),
+        ("", "failed"),
+        ("output = '12'", "failed"),  # only what was written counts
+        ("print(12", "error"),
+        ("print(12)\nraise ValueError", "error"),
+        ("input(), input(), input()", "error"),
+        ("print(12)\nimport os\nos._exit(0)", "exit"),
+        ("while True: pass", "timeout"),
+    ],
+)
+def test_wrong_programs_that_read_standard_input(program: str, verdict: str) -> None:
+    assert reason(program) == verdict
+
+
+def test_without_input_nothing_of_the_program_is_output() -> None:
+    verdict = run_tests("print(12)", ["assert same_output(output, '12')"], LIMITS, setup=SETUP)
+    assert verdict.reason == "error"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n3", "1 2 \n3\n", True),
+        ("1.0 2", "1 2.00", True),
+        ("yes", "Yes", False),
+        ("1 2", "1\n2", False),
+        ("1", "1\n1", False),
+        ("0.1000001", "0.1", False),
+        ("a 1", "a 1.0", False),  # words are compared as they are
+        ("", "", True),
+    ],
+)
+def test_outputs(found: str, expected: str, same: bool) -> None:
+    assert same_output(found, expected) is same
+
+
+def test_values() -> None:
+    assert same_value((1, 2), [1, 2])
+    assert same_value(2, 2)
+    assert not same_value([(1, 2)], [[1, 2]])  # as in the benchmark: the outermost tuple alone
+    assert not same_value(None, [])
+
+
+# --- MBPP
+
+FILE = SHARED / "data" / "mbpp_test.jsonl"
+WITHOUT_SETUP = {367}  # its tests use trees that the published file leaves out
+
+
+@pytest.mark.skipif(not FILE.is_file(), reason="the benchmarks' files are not here")
+@pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
+def test_reference_programs_of_mbpp_pass_and_others_fail(step: int) -> None:
+    tasks = [json.loads(line) for line in FILE.read_text().splitlines()][::step]
+    limits = Limits(wall_seconds=120, cpu_seconds=60)
+
+    def passed(programs: list[str]) -> set[int]:
+        with ThreadPoolExecutor(4) as pool:
+            verdicts = pool.map(
+                lambda program, task: run_tests(program, task["test"], limits), programs, tasks
+            )
+            found = zip(tasks, verdicts, strict=True)
+            return {task["task_id"] for task, verdict in found if verdict.passed}
+
+    ids = {task["task_id"] for task in tasks}
+    assert passed([task["code"] for task in tasks]) == ids - WITHOUT_SETUP
+    wrong = []  # every function of the reference answers something that no test expects
+    for task in tasks:
+        names = re.findall(r"^def +(\w+)", task["code"], re.MULTILINE)
+        assert names
+        wrong.append("\n".join(f"def {name}(*a, **k): return 'no such value'" for name in names))
+    assert passed(wrong) == passed([""] * len(tasks)) == set()

@@ -1,3 +1,1 @@
-"""What runs in the processes of the sandbox, which import this folder by its path: standard library
-only.
-"""
+"""The processes of the sandbox, which import this folder by its path: standard library only."""

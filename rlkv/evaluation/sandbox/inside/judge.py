@@ -1,4 +1,4 @@
-"""The judge: evaluates the tests, with the genuine builtins, and writes the verdict."""
+"""The judge: evaluate the tests, with the genuine builtins, and write the verdict."""
 
 import builtins
 import json
@@ -15,36 +15,35 @@ from . import worker
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether both texts have the same lines, up to white space around them.
+    """Return whether both texts have the same lines, as in LiveCodeBench's evaluation.
 
-    Numbers may be written differently.
-
-    What counts as the expected output or value is as in LiveCodeBench's evaluation.
+    White space around lines does not count, and numbers may be written differently.
     """
-    lines, wanted = (
-        [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
-    )
+    lines = found.strip().split("\n")
+    wanted = expected.strip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
 def _same_line(found: str, expected: str) -> bool:
+    if found.strip() == expected.strip():
+        return True
     try:
-        return found == expected or [*map(Decimal, found.split())] == [
-            *map(Decimal, expected.split())
-        ]
+        return [*map(Decimal, found.split())] == [*map(Decimal, expected.split())]
     except InvalidOperation:
         return False
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether both are equal; a tuple may stand for the list that JSON has."""
-    return bool((list(found) if type(found) is tuple else found) == expected)
+    """Return whether both are equal; a tuple may stand for the list that JSON has."""
+    if type(found) is tuple:
+        found = list(found)
+    return bool(found == expected)
 
 
 def main() -> NoReturn:
     """Start the worker, write what shuts it in, read the job, write the verdict.
 
-    End by SIGALRM if too late.
+    Ends by SIGALRM if too late.
     """
     options = json.loads(sys.argv[2])
     os.chdir(options["folder"])
@@ -65,44 +64,48 @@ def main() -> NoReturn:
     program.nonce = job["nonce"]
     try:
         program.ask("run", job["program"], job["stdin"])
-        program.where, program.tests = "setup", job["setup"]
+        program.where = "setup"
+        program.tests = job["setup"]
         exec(job["setup"], program)
         for where, test in job["tests"].items():
             program.evaluate(where, test)
         program.ask("len", "")  # it has not left
     except BaseException as error:
-        reason = (
-            "failed"
-            if isinstance(error, AssertionError)
-            else "memory"
-            if type(error) is MemoryError
-            else "error"
-        )
+        reason = "error"
+        if isinstance(error, AssertionError):
+            reason = "failed"
+        elif type(error) is MemoryError:
+            reason = "memory"
         program.end(reason, f"{program.where}: {type(error).__name__}: {error}")
     program.end("passed", "")
 
 
 class Program(dict[str, Any]):
-    """The program in the worker, and the tests' names: their own, then modules and builtins, then
-    the program's.
+    """The program in the worker, as the names that tests see.
+
+    Their own come first, then modules and builtins, then the program's.
     """
 
     def __init__(self, command: list[str], folder: str) -> None:
         super().__init__(__name__="tests")
-        self.folder, self.nonce = folder, ""
-        self.where, self.tests, self.used, self.shadowed = "program", "", "", False
-        (requests, to_worker), (from_worker, replies) = os.pipe(), os.pipe()
+        self.folder = folder
+        self.nonce = ""
+        self.where = "program"  # what is evaluated
+        self.tests = ""  # its source
+        self.used = ""  # the last name that was the program's
+        self.shadowed = False  # whether the program may define names of builtins
+        requests, to_worker = os.pipe()
+        from_worker, replies = os.pipe()
         ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]
         self.pid = os.posix_spawn(command[0], command, {}, file_actions=ends, setsigmask=[])
         os.close(requests)
         os.close(replies)
-        self.requests, self.answers = os.fdopen(to_worker, "w", buffering=1), os.fdopen(from_worker)
+        self.requests = os.fdopen(to_worker, "w", buffering=1)
+        self.answers = os.fdopen(from_worker)
         Remote._ask = self.ask
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Plain data or ``Remote``; an exception of the program is raised as the builtin of its
-        name, if any.
-        """
+        """Return plain data or a ``Remote``; raise what the program raised, as a builtin if any."""
         self.requests.write(json.dumps(worker.encode((operation, args, kwargs))) + "\n")
         kind, *content = worker.decode(self.receive())
         if kind == "value":
@@ -112,20 +115,21 @@ class Program(dict[str, Any]):
         if (
             isinstance(known, type)
             and issubclass(known, Exception)
-            and not issubclass(known, UnicodeError)
+            and not issubclass(known, UnicodeError)  # which takes other arguments
         ):
             raise known(message)
         raise Exception(f"{name}: {message}")
 
     def receive(self) -> Any:
-        """The worker's next line; the end of the run if there is none."""
+        """Return the worker's next line; end the run if there is none."""
         if line := self.answers.readline():
             return json.loads(line)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        number = (
-            -code if code < 0 else max(0, code - 128)
-        )  # bubblewrap's code for a signal is 128 + its number
-        reason = "timeout" if number == signal.SIGXCPU else "killed" if number else "exit"
+        # bubblewrap's code for a signal is 128 + its number
+        number = -code if code < 0 else max(0, code - 128)
+        reason = "killed" if number else "exit"
+        if number == signal.SIGXCPU:
+            reason = "timeout"
         self.end(reason, f"the program ended with {code}")
 
     def end(self, reason: str, detail: str) -> NoReturn:
@@ -138,12 +142,12 @@ class Program(dict[str, Any]):
         os._exit(0)
 
     def evaluate(self, where: str, test: str) -> None:
-        """Run one test.
-
-        If it names only builtins, the program's function has the name of one (MBPP 126: sum).
-        """
+        """Run one test."""
         code = compile(test, where, "exec")
-        self.where, self.tests, self.used = where, self.tests + test, ""
+        self.where = where
+        self.tests += test
+        self.used = ""
+        # a test with no other name is about a function named like a builtin (MBPP 126: sum)
         self.shadowed = {*code.co_names} <= {*dir(builtins)}
         exec(code, self)
         if not self.used:
@@ -160,8 +164,9 @@ class Program(dict[str, Any]):
 
 
 class Remote:
-    """An object of the program: it can be called and read, never compared (its own ``__eq__`` may
-    say anything).
+    """An object of the program: it can be called and read, never compared.
+
+    Its own ``__eq__`` may say anything.
     """
 
     _ask: Callable[..., Any]
@@ -177,10 +182,10 @@ class Remote:
 
 
 for _name in ("call", "getattr", "setattr", "getitem", "len", "bool", "str", "repr"):
-    setattr(
-        Remote,
-        f"__{_name}__",
-        lambda *args, _name=_name, **kwargs: Remote._ask(_name, *args, **kwargs),
-    )
+
+    def _forward(*args: Any, _name: str = _name, **kwargs: Any) -> Any:
+        return Remote._ask(_name, *args, **kwargs)
+
+    setattr(Remote, f"__{_name}__", _forward)
 worker.KINDS[Remote] = (lambda remote: remote.__dict__["_number"], Remote)
 worker.READERS["object"] = Remote

@@ -1,4 +1,4 @@
-"""The untrusted process: shuts itself in, runs the program, then answers the judge's calls.
+"""The untrusted process: shut itself in, run the program, then answer the judge's calls.
 
 It holds no secret.
 
@@ -26,14 +26,16 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, NoReturn
 
-PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38  # prctl(2)
+# prctl(2)
+PDEATHSIG = 1
+DUMPABLE = 4
+SECCOMP = 22
+NO_NEW_PRIVS = 38
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # The system calls of a program that computes, reads and writes files, waits, and has threads: name,
-# number on x86_64,
-# number on aarch64 if there is one. All others are refused: signals, System V IPC, message queues,
-# keys, owners, modes,
-# times and attributes of files, priorities, processes, sockets, and what a kernel will have one
-# day.
+# number on x86_64, number on aarch64 if there is one. All others are refused: signals, System V
+# IPC, message queues, keys, owners, modes, times and attributes of files, priorities, processes,
+# sockets, and what a kernel will have one day.
 ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 lseek:8:62 close:3:57
 close_range:436:436 dup:32:23 dup2:33 dup3:292:24 pipe:22 pipe2:293:59 sendfile:40:71
@@ -56,33 +58,25 @@ epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232 epoll_pwait:281:22 eventfd:
 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 shutdown:48:210 getsockopt:55:209
 setsockopt:54:208 getsockname:51:204 getpeername:52:205
 """
+THREAD = 0x10000
+TRUNCATE = 0x200
+WORD = 0xFFFFFFFF
+# older Landlock lets a file that is opened for reading be truncated
+OPENED = (0, 1, 2, TRUNCATE | 1, TRUNCATE | 2)
 # Allowed where an argument, cut to a mask, has one of these values: (argument, mask, values)
-THREAD, TRUNCATE, WORD = 0x10000, 0x200, 0xFFFFFFFF
-OPENED = (
-    0,
-    1,
-    2,
-    TRUNCATE | 1,
-    TRUNCATE | 2,
-)  # older Landlock lets a file that is opened for reading be truncated
 WITH_ARGUMENTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "clone:56:220": [(0, THREAD, (THREAD,))],
     "open:2": [(1, TRUNCATE | 3, OPENED)],
     "openat:257:56": [(2, TRUNCATE | 3, OPENED)],
-    "fcntl:72:25": [
-        (1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))
-    ],  # copies, flags and locks; not owners and signals
-    "ioctl:16:29": [
-        (1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))
-    ],  # what isatty and asyncio ask
+    # copies, flags and locks; not owners and signals
+    "fcntl:72:25": [(1, WORD, (0, 1, 2, 3, 4, 5, 6, 7, 1030))],
+    # what isatty and asyncio ask
+    "ioctl:16:29": [(1, WORD, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
     "prctl:157:167": [(0, WORD, (15, 16))],  # names of threads
-    "prlimit64:302:261": [
-        (0, WORD, (0,))
-    ],  # the own limits, which cannot be raised: programs ask for a larger stack
-    "socketpair:53:199": [
-        (0, WORD, (1,)),
-        (1, 0xF, (1,)),
-    ],  # a stream: datagrams could be sent to other sockets
+    # the own limits, which cannot be raised: programs ask for a larger stack
+    "prlimit64:302:261": [(0, WORD, (0,))],
+    # a stream: datagrams could be sent to other sockets
+    "socketpair:53:199": [(0, WORD, (1,)), (1, 0xF, (1,))],
 }
 NEWER_CALLS = 435  # do not exist, so that the C library takes the older ones
 
@@ -91,9 +85,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def call(name: str, *arguments: object) -> int:
     """Call a function of the C library; OSError where it returns -1."""
-    result = int(
-        getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments))
-    )
+    passed = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    result = int(getattr(_libc, name)(*passed))
     if result == -1:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -133,16 +126,16 @@ def isolate(
 
 
 def _restrict_files(readable: list[str], own: list[str], newest: int) -> int:
-    """Landlock: only ``readable`` and ``own`` can be read, only ``own`` written
-    (userspace-api/landlock.rst).
+    """Let only ``readable`` and ``own`` be read, only ``own`` be written, by Landlock.
+
+    The numbers are those of userspace-api/landlock.rst in the kernel's documentation.
     """
     version = min(newest, call("syscall", 444, None, 0, 1))
-    everything, network, scopes = (
-        (1 << min(12 + version, 15)) - 1,
-        3 * (version >= 4),
-        3 * (version >= 6),
-    )
-    read, file_rights = 0b1100, 0x4007  # read file, read folder; the rights that exist for files
+    everything = (1 << min(12 + version, 15)) - 1
+    network = 3 * (version >= 4)
+    scopes = 3 * (version >= 6)
+    read = 0b1100  # files and folders
+    file_rights = 0x4007  # that exist for files
     ruleset = call("syscall", 444, struct.pack("3Q", everything, network, scopes), 24, 0)
     for path in filter(os.path.exists, [*readable, *own]):
         rights = everything if path in own else read
@@ -159,12 +152,14 @@ def filter_calls() -> None:
         raise OSError(
             f"no filter of system calls for {machine}: only for {' and '.join(ARCHITECTURES)}"
         )
-    load, equal, at_least, mask, answer = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, refuse, not_there = (
-        (answer, 0, 0, 0x7FFF0000),
-        (answer, 0, 0, 0x50001),
-        (answer, 0, 0, 0x50026),
-    )
+    # instructions of the filter's machine (linux/filter.h)
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    mask = 0x54
+    allow = (0x06, 0, 0, 0x7FFF0000)
+    refuse = (0x06, 0, 0, 0x50001)
+    not_there = (0x06, 0, 0, 0x50026)
     steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), refuse, (load, 0, 0, 0)]
     column = list(ARCHITECTURES).index(machine) + 1
     for entry in [*ALLOWED.split(), *WITH_ARGUMENTS]:
@@ -198,26 +193,26 @@ READERS = {kind.__name__: read for kind, (_, read) in KINDS.items()}
 
 
 def encode(value: Any) -> list[Any]:
-    """``[type, text or items]``, for JSON; TypeError for other than plain data."""
+    """Return ``[type, text or items]``, for JSON; TypeError for other than plain data."""
     for kind in type(value).__mro__:
         if kind in KINDS:
             content = KINDS[kind][0](value)
-            return [
-                kind.__name__,
-                content if type(content) is str else [encode(item) for item in content],
-            ]
+            if type(content) is not str:
+                content = [encode(item) for item in content]
+            return [kind.__name__, content]
     raise TypeError(f"a test passes {type(value).__name__} to the program: use plain data")
 
 
 def decode(form: list[Any]) -> Any:
-    """The value; ValueError, TypeError, KeyError or RecursionError if there is none."""
+    """Return the value; ValueError, TypeError, KeyError or RecursionError if there is none."""
     name, content = form
     return READERS[name](content if type(content) is str else [decode(item) for item in content])
 
 
 def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
-    """Execute ``source`` as ``module``, or with a text for standard input as ``__main__``: then
-    ``output`` remains.
+    """Execute ``source`` as ``module``.
+
+    With a text for standard input as ``__main__``: then only its ``output`` is in ``module``.
     """
     if stdin is None:
         exec(compile(source, "solution.py", "exec"), module.__dict__)
@@ -227,9 +222,8 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
     with open("stdin", "w+b") as given, open("stdout", "w+b") as written:
         given.write(stdin.encode())
         given.seek(0)
-        os.dup2(
-            given.fileno(), 0
-        )  # files, not objects in their place: programs open(0) and write to 1, too
+        # files, not objects in their place: programs open(0) and write to 1, too
+        os.dup2(given.fileno(), 0)
         os.dup2(written.fileno(), 1)
         with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
             with suppress(SystemExit):
@@ -240,11 +234,14 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
 
 
 def main() -> NoReturn:
-    """Report the isolation; answer requests with ``("value", v)`` or ``("error", exception,
-    message)``.
+    """Report the isolation, then answer requests.
+
+    An answer is ``("value", v)`` or ``("error", exception, message)``.
     """
     options = json.loads(sys.argv[2])
-    requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    requests = os.dup(0)
+    replies = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     version = isolate(**options)
@@ -254,15 +251,13 @@ def main() -> NoReturn:
     READERS["Remote"] = lambda number: objects[int(number)]
     # not __main__: code under ``if __name__ == "__main__"`` does not run, as in the usual harnesses
     module = sys.modules["solution"] = types.ModuleType("solution")
-    operations = {
+    operations: dict[str, Callable[..., Any]] = {
         "run": functools.partial(run, module),
         "get": module.__dict__.__getitem__,
         "iter": lambda iterable: list(islice(iterable, 1_000_000)),
-        **{
-            f.__name__: f
-            for f in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr)
-        },
     }
+    for function in (operator.call, operator.getitem, getattr, setattr, len, bool, str, repr):
+        operations[function.__name__] = function
     with os.fdopen(requests) as lines, os.fdopen(replies, "w", buffering=1) as answers:
         answers.write(json.dumps(version) + "\n")
         for line in lines:

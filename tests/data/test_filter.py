@@ -1,0 +1,392 @@
+"""The filter job on recorded outputs and random tiny models: files, shards, engines, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from rlkv.cli.app import parse
+from rlkv.data import filter as filter_job
+from rlkv.data.curriculum import curriculum_folder
+from rlkv.data.filter import FilterConfig, parse_shard, run_filter, sized_and_announced
+from rlkv.data.problems import other_models, read_curriculum
+from rlkv.models.shape import PUBLISHED, short_name
+from rlkv.rollout.footprint import GIB
+from rlkv.tiny import draw_problem
+from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.utils.configs import CONFIGS
+from rlkv.utils.files import read_log
+from tests.helpers import warm
+from tests.helpers.installed import CPU_BUILD, pretend_vllm
+from tests.helpers.models import make_tiny_model
+from tests.helpers.paths import ROOT
+
+PROGRAM = ROOT / "data_prep" / "filter_deepscaler.py"
+BUCKETS = ("0-64:4", "64-128:50")
+FILES = ("curriculum.jsonl", "curriculum.parquet")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    model = make_tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """40 solved tiny problems: every 5th output is wrong, two have no answer."""
+    rng = random.Random(0)
+    rows = []
+    for i in range(40):
+        drawn = draw_problem(rng, rng.randint(3, 12))
+        answer = drawn.answer if i % 5 else str((int(drawn.answer) + 1) % 10)
+        output = drawn.solution if i not in (7, 8) else "I do not know ."
+        rows.append({"problem": drawn.problem, "answer": answer, "output": output})
+    return write(tmp_path_factory.mktemp("recorded") / "outputs.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: str, recorded: str
+) -> tuple[Path, dict[str, Any]]:
+    """Folder and report of the job on all recorded outputs."""
+    folder = tmp_path_factory.mktemp("whole")
+    report = run_filter(job(folder, model_folder, recorded)).report
+    assert report is not None
+    return folder, report
+
+
+def job(folder: Path, model: str, recorded: str, **other: Any) -> FilterConfig:
+    options = {"outputs": recorded, "max_new_tokens": 150, "buckets": BUCKETS, **other}
+    return FilterConfig(output_dir=str(folder), model=model, **options)
+
+
+def test_recorded_outputs(whole: tuple[Path, dict[str, Any]], recorded: str) -> None:
+    folder, report = whole
+    rows = read_log(Path(recorded))
+    tokenizer = build_tokenizer()
+    lengths = [len(tokenizer(r["output"], add_special_tokens=False).input_ids) + 1 for r in rows]
+    solved = [i for i in range(40) if i % 5 and i not in (7, 8) and lengths[i] <= 150]
+    statuses = ("correct", "wrong", "truncated", "unparsable")
+    assert [report[name] for name in statuses] == [
+        len(solved),
+        sum(n <= 150 for n in lengths[::5]),
+        sum(n > 150 for n in lengths),
+        2,
+    ]
+    assert report["loaded"] == 40 == sum(report[name] for name in statuses)
+    assert report["truncated"] > 0
+    long_ones = [i for i in solved if 64 < lengths[i] <= 128]
+    first, second = report["buckets"]
+    assert (first["available"], first["taken"]) == (sum(lengths[i] <= 64 for i in solved), 4)
+    assert (second["available"], second["taken"]) == (len(long_ones), len(long_ones))
+    assert report["outside_buckets"] == sum(lengths[i] > 128 for i in solved)
+    assert any("64-128 is short: 50 wanted" in note for note in report["notes"])
+
+    curriculum = read_log(folder / "curriculum.jsonl")
+    assert len(curriculum) == report["selected"] == 4 + len(long_ones)
+    by_problem = {r["problem"]: (r, n) for r, n in zip(rows, lengths, strict=True)}
+    for row in curriculum:
+        source, length = by_problem[row["problem"]]
+        assert (row["output"], row["answer"]) == (source["output"], source["answer"])
+        assert row["output_tokens"] == length
+        assert row["model"] is None  # recorded outputs may come from any
+    assert Counter(r["bucket"] for r in curriculum) == {"0-64": 4, "64-128": len(long_ones)}
+    table = pyarrow.parquet.read_table(folder / "curriculum.parquet")
+    assert table.to_pylist() == curriculum
+    markdown = (folder / "report.md").read_text()
+    assert f"| 64 < n <= 128 | 50 | {len(long_ones)} | {len(long_ones)} | 0 |" in markdown
+
+
+def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded: str) -> None:
+    run_filter(job(tmp_path, model_folder, recorded))
+    shard = next((tmp_path / "shards").glob("*.jsonl"))
+    before = shard.read_bytes()
+    other = job(tmp_path, model_folder, recorded, buckets=("0-64:3", "64-128:2"), seed=1)
+    report = run_filter(other).report
+    assert report is not None
+    assert report["selected"] == 5
+    assert shard.read_bytes() == before
+    with pytest.raises(ValueError, match=r"max_new_tokens.*150.*160"):
+        run_filter(job(tmp_path, model_folder, recorded, max_new_tokens=160))
+    with pytest.raises(ValueError, match=r'problems.*"40 .*"10 '):
+        run_filter(job(tmp_path, model_folder, recorded, limit=10))
+
+
+def test_shards_merge_to_the_same_files(
+    tmp_path: Path, model_folder: str, recorded: str, whole: tuple[Path, dict[str, Any]]
+) -> None:
+    def shard(name: str) -> filter_job.FilterResult:
+        return run_filter(job(tmp_path, model_folder, recorded, shard=name))
+
+    assert shard("2/3").open_shards == {0: 14, 1: 13}
+    file = tmp_path / "shards" / "shard-2-of-3.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])  # as a kill leaves it
+    assert shard("0/2").open_shards == {1: 14}  # another number of shards goes on from these
+    assert not (tmp_path / "report.json").exists()
+    merged = shard("0/1").report
+    assert merged is not None
+    lines = [line for path in tmp_path.glob("shards/*.jsonl") for line in path.open()]
+    assert len([line for line in lines if line.endswith("}\n")]) == 40  # nothing was done twice
+    folder, report = whole
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    volatile = {"config", "seconds", "finished", "command"}
+    assert all(merged[name] == report[name] for name in report.keys() - volatile)
+
+
+@pytest.mark.slow
+def test_processes_make_the_same_files(
+    tmp_path: Path, model_folder: str, recorded: str, whole: tuple[Path, dict[str, Any]]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--model", model_folder, "--outputs", recorded, "--max-new-tokens", "150"]
+    options += ["--buckets", *BUCKETS, "--output-dir", out, "--shard"]
+    ranks = warm.run_ranks([PROGRAM, *options, "1/2"], tmp_path / "streams")
+    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
+    names = sorted(path.name for path in out.glob("shards/*.jsonl"))
+    assert names == ["shard-1-of-4.jsonl", "shard-3-of-4.jsonl"]
+    assert run_filter(job(out, model_folder, recorded)).report is not None
+    for name in FILES:
+        assert (out / name).read_bytes() == (whole[0] / name).read_bytes()
+
+
+def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str) -> None:
+    rows = [{"problem": "find x ? " * n, "answer": "5"} for n in (1, 2, 3, 200)]
+    rows.append({"problem": "b ?", "answer": ""})
+    problems = write(tmp_path / "problems.jsonl", rows)
+    config = FilterConfig(
+        output_dir=str(tmp_path / "out"),
+        model=model_folder,
+        input=problems,
+        max_new_tokens=16,
+        batch_size=2,
+        buckets=("0-8:2",),
+    )
+    report = run_filter(config).report
+    assert report is not None
+    assert (report["skipped"], report["no_answer"], report["correct"]) == (1, 1, 0)
+    assert report["truncated"] + report["unparsable"] + report["wrong"] == 3
+    assert report["notes"][0].startswith("None of the 5 problems was solved: the curriculum is")
+    table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
+    assert (table.num_rows, tuple(table.column_names)) == (0, filter_job.COLUMNS)
+
+
+@pytest.mark.parametrize(("mark", "solved"), [("#### ", 3), ("Answer 3*24, that is ", 0)])
+def test_answers_in_the_form_of_gsm8k_are_read_and_others_are_hinted_at(
+    tmp_path: Path, model_folder: str, mark: str, solved: int
+) -> None:
+    rows = []
+    for n in (1, 2, 3):
+        answer = f"24 each.\n{mark}72"
+        rows.append({"problem": "p ? " * n, "answer": answer, "output": r"\boxed{72}"})
+    outputs = write(tmp_path / "outputs.jsonl", rows)
+    report = run_filter(job(tmp_path / "out", model_folder, outputs)).report
+    assert report is not None
+    assert report["correct"] == solved
+    hints = [note for note in report["notes"] if "all are wrong" in note]
+    assert len(hints) == (0 if solved else 1)
+    assert solved or ("holds the answer alone" in hints[0] and "that is 72" in hints[0])
+
+
+def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_folder: str) -> None:
+    rows = [{"problem": "p", "answer": "1", "text": rf"\boxed{{{i}}}"} for i in (1, 2)]
+    outputs = write(tmp_path / "outputs.jsonl", rows)
+    problems = write(tmp_path / "problems.jsonl", 3 * [{"problem": "p", "answer": "1"}])
+    config = job(tmp_path / "out", model_folder, outputs, input=problems, outputs_field="text")
+    report = run_filter(config).report
+    assert report is not None
+    assert (report["correct"], report["wrong"], report["missing"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 5000}, r"max_new_tokens 5000.*128"),
+        ({"shard": "0/4"}, "0/4.*3 problems"),
+        ({"outputs": ""}, r"outputs\.jsonl"),  # of other problems
+    ],
+)
+def test_jobs_that_cannot_be_done(
+    tmp_path: Path, model_folder: str, recorded: str, options: dict[str, Any], message: str
+) -> None:
+    if "outputs" in options:
+        options = {"outputs": recorded}
+    config = FilterConfig(model=model_folder, input="tiny", num_problems=3, **options)
+    with pytest.raises(ValueError, match=message):
+        run_filter(filter_job.replace(config, output_dir=str(tmp_path / "out")))
+
+
+def test_defaults_and_yaml(tmp_path: Path) -> None:
+    paper = FilterConfig().resolved()
+    assert paper.model == "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    assert paper.input == "agentica-org/DeepScaleR-Preview-Dataset"
+    assert (paper.max_length, paper.max_new_tokens) == (8192, 7168)
+    assert paper.buckets == ("0-2000:600", "2000-4000:600", "4000-6000:1000", "6000-8000:800")
+    tiny = FilterConfig(model="tiny", max_length=99).resolved()
+    assert (tiny.input, tiny.max_length, tiny.max_new_tokens) == ("tiny", 99, 440)
+    found = parse(FilterConfig, arguments=["--config", "filter_tiny", "--num-problems", "9"])
+    assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 208)
+    listed = tmp_path / "listed.yaml"
+    listed.write_text("model: tiny\nbuckets:\n  - 0-5:1\n  - 5-9:2\n")
+    assert parse(FilterConfig, arguments=["--config", str(listed)]).buckets == ("0-5:1", "5-9:2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size"),
+        (["--kv-gib", "0"], "kv-gib.* 0"),
+        (["--buckets", "5"], "bucket '5'"),
+        (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
+        (["--engine", "sglang"], "--engine 'sglang'"),
+        (["--config", "absent.yaml"], "'absent.yaml'"),
+        *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
+        pytest.param(
+            ["--engine", "vllm"],
+            r"rlkv\[vllm\], which is not installed",
+            marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed"),
+        ),
+    ],
+)
+def test_impossible_settings_are_named(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(FilterConfig, arguments=options)
+
+
+def test_processes_divide_a_shard() -> None:
+    assert parse_shard("3/4") == (3, 4)
+    parts = []
+    for shard in range(2):
+        for rank in range(3):
+            parts.append(FilterConfig(shard=f"{shard}/2").of_process(rank, 3).shard)
+    assert parts == ["0/6", "2/6", "4/6", "1/6", "3/6", "5/6"]
+
+
+# --- engines
+
+
+@pytest.fixture(params=[True, False], ids=["vllm", "no-vllm"])
+def has_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    pretend_vllm(monkeypatch, CPU_BUILD if request.param else None)
+    return request.param
+
+
+def sized(monkeypatch: pytest.MonkeyPatch, gib: int | None, **options: Any) -> FilterConfig:
+    """The paper's job on a GPU with so much memory."""
+    free = None if gib is None else gib * GIB
+    monkeypatch.setattr(filter_job, "free_memory", lambda device: free)
+    config = FilterConfig(dtype="bfloat16", **options).resolved()
+    return sized_and_announced(config, 40_315)
+
+
+def test_the_engine_is_what_is_installed(
+    has_vllm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert FilterConfig().resolved().engine == ("vllm" if has_vllm else "hf")
+    for options in ({"engine": "hf"}, {"device": "cpu"}, {"model": "tiny"}):
+        assert FilterConfig(**options).resolved().engine == "hf"
+    config = sized(monkeypatch, None)
+    assert (config.batch_size, config.kv_gib) == (16, 4.0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("40,315 problems through " + ("vLLM" if has_vllm else "transformers"))
+    assert ("pip install" in line) is not has_vllm
+    assert "days" in line
+    assert "assumed" in line
+
+
+def test_rows_and_memory_fit_the_gpu(has_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sized(monkeypatch, 80)
+    assert config.kv_gib == (pytest.approx(72 - 15 - 6, abs=0.1) if has_vllm else 4)
+    # rows of half a GiB on average; of 1 GiB, and a copy
+    assert config.batch_size == (102 if has_vllm else 25)
+    given = sized(monkeypatch, 80, batch_size=3, kv_gib=2)
+    assert (given.batch_size, given.kv_gib) == (3, 2)
+    assert sized(monkeypatch, None, device="cpu").batch_size == 16
+
+
+def test_a_small_gpu_decodes_with_transformers_or_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_vllm(monkeypatch, CPU_BUILD)
+    config = sized(monkeypatch, 16)
+    assert (config.engine, config.batch_size) == ("hf", 1)
+    assert "7.6 GiB" in capsys.readouterr().out  # a row of 1 GiB, and 6.6 too little
+    with pytest.raises(ValueError, match=r"7\.6 GiB.*--engine hf"):
+        sized(monkeypatch, 16, engine="vllm")
+
+
+def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    config = FilterConfig(dtype="bfloat16", device="cpu", engine="hf").resolved()
+    assert sized_and_announced(config, 1).batch_size == 16
+
+
+# --- the command
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
+    """The exit code of the program."""
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    return ended.value.code
+
+
+def test_the_program(
+    tmp_path: Path,
+    model_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", model_folder, "--input", "tiny", "--num-problems", "6"]
+    options += ["--max-length", "120", "--output-dir", "o/out"]
+    eight = ["--max-new-tokens", "8", "--shard"]
+    assert run(monkeypatch, *options, *eight, "0/2") == 0
+    assert "Shard 0/2 is complete. Not complete yet: 1/2 (3 problems)" in capsys.readouterr().out
+    assert run(monkeypatch, *options, *eight, "1/2") == 0
+    out = capsys.readouterr().out
+    assert "None of the 6 problems was solved" in out
+    assert "Curriculum and report: o/out" in out
+    report = json.loads(Path("o/out/report.json").read_text())
+    assert report["versions"]["torch"]
+    assert report["config"]["output_dir"] == "o/out"
+    assert str(tmp_path) not in Path("o/out/report.md").read_text().replace(model_folder, "")
+    assert run(monkeypatch, *options, "--max-new-tokens", "9") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "max_new_tokens was 8 and is now 9" in line
+    assert run(monkeypatch, "--model", "tiny", "--input", "absent.jsonl") == 2
+    assert "absent.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_the_filter_writes_where_the_training_looks(tmp_path: Path) -> None:
+    for model in PUBLISHED:
+        config = (CONFIGS / f"{short_name(model)}.yaml").read_text()
+        assert FilterConfig(model=model).resolved().output_dir == str(curriculum_folder(model))
+        assert f"curriculum: {curriculum_folder(model)}/curriculum.parquet" in config
+    run_filter(FilterConfig(model="tiny", num_problems=4, output_dir=str(tmp_path)))
+    for name in FILES:
+        assert other_models(tmp_path / name, "tiny") == []
+        if read_curriculum(tmp_path / name):
+            assert other_models(tmp_path / name, "smol") == ["tiny"]

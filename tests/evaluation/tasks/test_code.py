@@ -1,0 +1,175 @@
+"""Programs as answers: where they are in a text, rows of MBPP and LiveCodeBench, verdicts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlkv.evaluation.tasks.base import EvalProblem
+from rlkv.evaluation.tasks.code import STDIN, extract_code, read_tests
+from rlkv.evaluation.tasks.registry import TASKS, load_task
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("First:\n```python\nx = 1\n```\nBetter:\n```python\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```py\nx = 1\n```\n\n```\noutput\n```", "x = 1\n"),
+        ("```bash\nls\n```\n```\nx = 1\n```", "x = 1\n"),
+        ("```Python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```python\nx = '```'\n```", "x = '```'\n"),
+        ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("Here:\nimport re\ndef f():\n    pass\nThat is all.", "import re\ndef f():\n    pass"),
+        ("```bash\nls\n```", None),
+        ("I cannot do it.", None),
+        ("```python\n```", None),
+        ("def is the keyword", None),
+    ],
+)  # fmt: skip
+def test_the_program_in_a_completion(text: str, program: str | None) -> None:
+    assert extract_code(text) == program
+
+
+def write(folder: Path, task: str, *rows: dict[str, Any]) -> Path:
+    file = folder / f"{TASKS[task].file}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_mbpp(tmp_path: Path) -> None:
+    row = {
+        "task_id": 11,
+        "text": "Add.",
+        "code": "def add(a, b):\r\n    return a + b",
+        "test_list": ["assert add(1, 2) == THREE"],
+        "test_setup_code": "THREE = 3",
+        "test_imports": ["import re"],
+    }
+    (problem,) = load_task("mbpp", write(tmp_path, "mbpp", row))
+    assert (problem.id, problem.answer) == ("mbpp/11", "def add(a, b):\n    return a + b")
+    assert problem.meta["setup"] == "import re\nTHREE = 3"
+    grade = TASKS["mbpp"].grade
+    assert grade(f"Here:\n```python\n{problem.answer}\n```", problem)
+    assert not grade("```python\ndef add(a, b):\n    return a - b\n```", problem)
+    assert not grade("I cannot.", problem)
+
+
+# --- LiveCodeBench
+
+
+def pack(tests: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+def case(given: str, expected: str) -> dict[str, str]:
+    return {"input": given, "output": expected, "testtype": "stdin"}
+
+
+def stdin_row(**more: Any) -> dict[str, Any]:
+    row = {
+        "question_content": "Add {two} numbers.",
+        "question_id": "abc1_a",
+        "starter_code": "",
+        "difficulty": "medium",
+        "public_test_cases": json.dumps([case("1 2\n", "3\n")]),
+        "private_test_cases": pack([case("5 6\n", "11\n")]),
+        "metadata": "{}",
+    }
+    return {**row, **more}
+
+
+HEAD = "class Solution:\n    def pair(self, nums: List[int], k: int) -> List[int]:\n        "
+METHOD = stdin_row(
+    question_id="3301",
+    difficulty="easy",
+    starter_code=HEAD,
+    public_test_cases=json.dumps([case("[1, 2, 3]\n1", "[2, 3]")]),
+    private_test_cases=json.dumps([case("[]\n5", "[]")]),  # a file may leave them unpacked
+    metadata='{"func_name": "pair"}',
+)
+
+
+def load(folder: Path, *rows: dict[str, Any], task: str = "livecodebench") -> list[EvalProblem]:
+    write(folder, task, *rows)
+    return load_task(task, folder)
+
+
+def passes(problem: EvalProblem, program: str) -> bool:
+    text = f"<think>maybe ```python\nx\n```</think>\n```python\n{program}\n```"
+    return TASKS["livecodebench"].grade(text, problem)
+
+
+def test_programs_that_read_standard_input(tmp_path: Path) -> None:
+    (problem,) = load(tmp_path, stdin_row())
+    assert problem.id == "livecodebench/abc1_a"
+    assert STDIN in problem.prompt
+    assert "Add {two} numbers." in problem.prompt
+    assert passes(problem, "print(sum(map(int, input().split())))")
+    assert not passes(problem, "print(3)"), "the private test counts"
+    assert not TASKS["livecodebench"].grade("I do not know.", problem)
+
+
+def test_methods_of_solution(tmp_path: Path) -> None:
+    (problem,) = load(tmp_path, METHOD)
+    assert "def pair(self, nums: List[int], k: int)" in problem.prompt
+    # typing and other modules are there without an import
+    assert passes(problem, HEAD + "return tuple(nums[k:])")
+    assert passes(problem, "def pair(nums, k):\n    return list(islice(nums, k, None))")
+    assert not passes(problem, HEAD + "return nums")
+    assert not passes(problem, "class Solution:\n    pass")
+
+
+def test_tasks_by_difficulty(tmp_path: Path) -> None:
+    rows = (stdin_row(), METHOD)
+    assert [p.id for p in load(tmp_path, *rows)] == ["livecodebench/abc1_a", "livecodebench/3301"]
+    (easy,) = load(tmp_path, *rows, task="livecodebench:easy")
+    assert easy.id == "livecodebench:easy/3301"
+    with pytest.raises(ValueError, match="hard"):
+        load(tmp_path, *rows, task="livecodebench:hard")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harmed",)
+
+
+def test_packed_tests_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_tests(pack([case("a", "b")])) == [("a", "b")]
+    harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
+    with pytest.raises(ValueError, match="mkdir"):
+        read_tests(harmful)
+    assert not Path("harmed").exists()
+    for text in ('[{"input": 5, "output": 6}]', '[{"input": "a"}]', "[" * 100_000, "[1]"):
+        with pytest.raises(ValueError, match=r"\w"):
+            read_tests(text)
+    monkeypatch.setattr("rlkv.evaluation.tasks.code.MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="100 bytes"):  # they would fill the memory
+        read_tests(pack([case("a" * 1000, "b")]))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"private_test_cases": "no base64"},
+        {"private_test_cases": base64.b64encode(b"not compressed").decode()},
+        {"public_test_cases": '[{"input": "1"}]'},
+        {"metadata": "[]"},
+        {"metadata": '{"func_name": "a b"}'},
+        {"metadata": '{"func_name": "f"}', "public_test_cases": json.dumps([case("no json", "1")])},
+        {"public_test_cases": "[]", "private_test_cases": "[]"},
+    ],
+)
+def test_broken_rows_are_named(tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        load(tmp_path, stdin_row(**more))
