@@ -23,7 +23,6 @@ from rlkv.tiny import draw_problem
 from rlkv.training.config import parse_config
 from rlkv.training.elimination import (
     TraceLoss,
-    draw_apart,
     draw_traces,
     eliminate_heads,
     rerank_on_traces,
@@ -152,7 +151,7 @@ def test_distillation_orders_the_first_heads(
     steps = read_log(run / "distilled" / "log.jsonl")
     assert len(steps) == 8
     assert max(record["train/learning_rate"] for record in steps) == 0.25
-    solutions = draw_traces(
+    solutions, _ = draw_traces(
         curriculum, tiny.load()[1], "rlkv", 6, seed=0
     )  # all of them in each step
     assert {record["tokens/answers"] for record in steps} == {
@@ -200,10 +199,10 @@ def test_other_solutions_say_which_order_is_kept(
     distilled = HeadGates.load(curriculum.parent / "run" / "distilled" / "gates.pt")
     assert compression_order(found) == compression_order(distilled)
     assert found.training["order"] == "distilled"
-    measured, others = draw_apart(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
+    measured, others = draw_traces(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
     assert asked == [others]
     assert len({text.ids for text in [*measured, *others]}) == 6
-    assert measured == draw_traces(curriculum, tiny.load()[1], "rlkv", 2, seed=0)
+    assert measured == draw_traces(curriculum, tiny.load()[1], "rlkv", 2, seed=0)[0]
     told = eliminate_heads(*parse_config(given)).training
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
     parts = told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]
@@ -309,7 +308,7 @@ def test_gates_are_the_start(curriculum: Path) -> None:
     gates = HeadGates(
         alpha=alpha, sink=2, window=8, deploy_sink=4, deploy_window=16, training={"method": "hand"}
     )
-    traces = draw_traces(curriculum, tokenizer, "rlkv", 6, seed=0)
+    traces, _ = draw_traces(curriculum, tokenizer, "rlkv", 6, seed=0)
     result = rerank_on_traces(model, traces, gates, 0.92, 1.0)
     assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
     assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]

@@ -138,7 +138,7 @@ def test_one_more_head(family: str, rows: int) -> None:
 
 def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) -> None:
     loss, calls = make_loss(family, rows=2), list[int]()
-    for number, layer in enumerate(loss.layers):
+    for number, layer in enumerate(loss.decoder.layers):
         layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
     full = FULL.clone()
     first = loss.without_each(full, HEADS)
@@ -172,7 +172,7 @@ def test_what_was_measured_is_not_measured_again(
                     round(loss.cpu_seconds, 1),
                 )
             )
-        for name in ("_measure", "_outputs"):  # not even the layers below a head
+        for name in ("_measure", "_below"):  # not even the layers below a head
             monkeypatch.setattr(TraceLoss, name, None)
     assert found[0] == found[1]
     assert len(store.rows) == 2 * (1 + len(HEADS))
