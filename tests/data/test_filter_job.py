@@ -12,10 +12,9 @@ from rlkv.cli.app import parse
 from rlkv.data.curriculum import parse_buckets
 from rlkv.data.filter import FilterConfig, parse_shard, run_filter
 from rlkv.tiny import draw_problem
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils.files import read_log
 from tests.helpers import warm
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.paths import ROOT
 
 

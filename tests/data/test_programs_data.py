@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.paths import ROOT
 
 

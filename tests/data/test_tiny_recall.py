@@ -9,7 +9,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.data.recall import draw_recall, knows_bindings, recall_sample
-from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import build_tokenizer
 
 
 @pytest.mark.parametrize("seed", range(20))

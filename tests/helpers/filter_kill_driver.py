@@ -12,9 +12,8 @@ from rlkv.data import filter as filter_job
 from rlkv.data.filter import FilterConfig
 from rlkv.rollout.base import Completion, FinishReason, SamplingParams
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.kill_rounds import run_and_kill
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 PROBLEMS, NEW_TOKENS, BATCH = 120, 24, 4
 

@@ -69,8 +69,7 @@ def write_curriculum(path: Path, number: int = 10) -> Path:
 
 
 def make_policy() -> tuple[Any, Any]:
-    from rlkv.tiny.tokenizer import build_tokenizer
-    from tests.helpers.models import make_tiny_model
+    from tests.helpers.models import build_tokenizer, make_tiny_model
 
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)

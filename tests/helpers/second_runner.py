@@ -21,7 +21,7 @@ from vllm.platforms.cpu import CpuPlatform
 from rlkv.attention import LocalSizes
 from rlkv.eviction import make_policy
 from rlkv.rollout.base import SamplingParams
-from rlkv.training.trainer import roll_out
+from rlkv.rollout.hf import roll_out
 from rlkv.vllm.engine import VLLMEngine
 from tests.helpers import vllm_models as models
 from tests.helpers.engines import (

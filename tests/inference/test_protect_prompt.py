@@ -14,10 +14,9 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
-from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.cached_logits import draw_ids
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
 SIZES = {"sink": 2, "window": 4, "protect_prompt": True}

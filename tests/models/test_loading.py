@@ -18,9 +18,8 @@ from rlkv.models.loading import (
 )
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import MODEL_DIR
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils import runtime as extras
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 
 @pytest.fixture

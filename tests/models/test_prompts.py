@@ -13,7 +13,7 @@ from rlkv.models.prompts import (
     fill_template,
     render_prompt,
 )
-from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import build_tokenizer
 
 PAPER = (
     "Solve the following math problem efficiently and clearly. The last line of your response "

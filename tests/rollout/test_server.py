@@ -17,11 +17,12 @@ from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse
 from rlkv.rollout import remote as connection
 from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
+from rlkv.rollout.hf import GatedHFEngine
 from rlkv.rollout.remote import RolloutClient, RolloutServer
-from rlkv.training.serve import ServeConfig, load_gated_engine
-from rlkv.training.trainer import GatedHFEngine
 from tests.helpers.models import make_tiny_model
+from tests.helpers.programs import load_program
 
+SERVE = load_program("rollout/serve_vllm.py")
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4, 128)
 SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
 ROWS = Rows([[5, 6, 7], [9] * 11, [30, 31], [12], [40, 50]], list(range(5)), rollout=2)
@@ -303,12 +304,14 @@ def test_a_taken_port_and_an_unknown_engine_are_named() -> None:
     ):
         RolloutServer(("127.0.0.1", server.server_port), Scripted([]), FACTS)
     with pytest.raises(ValueError, match="--engine 'sglang'"):
-        parse(ServeConfig, arguments=["--engine", "sglang"])
+        parse(SERVE.ServeConfig, arguments=["--engine", "sglang"])
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
-    config = ServeConfig(engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2)
-    engine, facts = load_gated_engine(config)
+    config = SERVE.ServeConfig(
+        engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2
+    )
+    engine, facts = SERVE.load_engine(config)
     assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313)
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)

@@ -17,8 +17,7 @@ import pytest
 from rlkv.cli.app import parse
 from rlkv.rollout import remote as server_module
 from rlkv.rollout.remote import RolloutServer
-from rlkv.training.serve import ServeConfig
-from tests.rollout.test_server import FACTS, Scripted, serving
+from tests.rollout.test_server import FACTS, SERVE, Scripted, serving
 
 GATES = [[0.5] * 4] * 3
 ROWS = {"prompts": [[5, 6]], "numbers": [0], "rollout": 0}
@@ -217,8 +216,8 @@ def test_a_body_that_is_cut_off(server: RolloutServer) -> None:
 
 
 def test_it_listens_on_this_machine_unless_told_otherwise() -> None:
-    assert ServeConfig().host == "127.0.0.1"
+    assert SERVE.ServeConfig().host == "127.0.0.1"
     with RolloutServer(("0.0.0.0", 0), Scripted([]), FACTS) as server:
         assert not server.local
     with pytest.raises(ValueError, match="--port 65536 is not a port"):
-        parse(ServeConfig, arguments=["--port", "65536"])
+        parse(SERVE.ServeConfig, arguments=["--port", "65536"])

@@ -17,9 +17,9 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.gates.head_gates import HeadGates
+from rlkv.rollout.hf import GatedHFEngine
 from rlkv.training import objective
 from rlkv.training.objective import RECIPES, Targets
-from rlkv.training.trainer import GatedHFEngine
 from rlkv.utils.files import read_log
 from tests.helpers import random_run
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rlkv.rollout.base import Rows, Sample, SamplingParams
-from rlkv.training.trainer import GatedHFEngine, judged, roll_out
+from rlkv.rollout.hf import GatedHFEngine, roll_out
+from rlkv.training.trainer import judged
 from tests.helpers import engine_run, random_run
 from tests.helpers.models import make_tiny_model
 

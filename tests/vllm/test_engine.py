@@ -13,7 +13,7 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import Rows, SamplingParams, gate_version
-from rlkv.training.trainer import roll_out
+from rlkv.rollout.hf import roll_out
 from tests.helpers.mixed_reference import local_mask
 
 pytest.importorskip("vllm")

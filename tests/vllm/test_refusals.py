@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.vllm.settings import check_engine, prepare_engine
 from tests.helpers.engines import Served, engine, generate, make_served, need_vllm, random_prompts
+from tests.helpers.models import build_tokenizer
 
 need_vllm()
 

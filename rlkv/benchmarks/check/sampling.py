@@ -12,7 +12,8 @@ from rlkv.benchmarks.check.update import gated_model, plain_score
 from rlkv.benchmarks.turns import timed
 from rlkv.rollout.base import Rows, SamplingParams
 from rlkv.rollout.decoding import Row
-from rlkv.training.trainer import completion_logprobs, roll_out
+from rlkv.rollout.hf import roll_out
+from rlkv.training.trainer import completion_logprobs
 
 ROWS, TOKENS, TOKENS_ON_CPU = 16, 200, 20
 PROMPT, PROMPT_ON_CPU = (
