@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlkv.rollout.footprint import GIB
+from tests.helpers.programs import load_program
 
-LLAMA = ServeConfig(
+SERVE = load_program("rollout/serve_vllm.py")
+LLAMA = SERVE.ServeConfig(
     model="deepseek-ai/DeepSeek-R1-Distill-Llama-8B", dtype="bfloat16", max_positions=8192
 )
 
