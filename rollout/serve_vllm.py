@@ -1,7 +1,7 @@
-"""Sample for a training run on a GPU of its own: some GPUs train and others sample.
+r"""Sample for a training run on a GPU of its own: some GPUs train and others sample.
 
-    CUDA_VISIBLE_DEVICES=1 python rollout/serve_vllm.py --model ./my-model --sink 128 --window 256 \\
-        --max-positions 8192
+    CUDA_VISIBLE_DEVICES=1 python rollout/serve_vllm.py --model ./my-model --sink 128 \
+        --window 256 --max-positions 8192
     CUDA_VISIBLE_DEVICES=0 rlkv-train --config llama8b --rollout vllm-server
 
 Several servers, on this machine (--port) or others (--host), are named with --rollout_servers

@@ -1,6 +1,6 @@
-"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
+r"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
 
-    python train/pretrain_tiny.py                      # 4,000 steps, about 40 minutes on 2 CPU cores
+    python train/pretrain_tiny.py                  # 4,000 steps, about 40 minutes on 2 CPU cores
     python train/pretrain_tiny.py --output-dir my_tiny --steps 200
 
 Next-token loss on worked solutions.  Recall of far bindings is slow to emerge, so the longest chain
@@ -14,7 +14,8 @@ in far recall; large models do have local heads.
 Seeded; resumes from checkpoint.pt in the work folder after a kill.  Accuracy on problems that it
 never drew:
 
-    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 --output-dir results/my_tiny
+    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 \
+        --output-dir results/my_tiny
 """
 
 from __future__ import annotations
