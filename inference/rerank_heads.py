@@ -15,6 +15,7 @@ per head that goes; the gates file keeps how many, in ``training["reranked"]``: 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,7 @@ class RerankConfig(ModelOptions):
 
 def main() -> None:
     config = parse(RerankConfig, __doc__)
+    from rlkv.training.distillation import read_traces
     from rlkv.training.elimination import draw_traces, rerank_on_traces
 
     found = HeadGates.load(config.gates)
@@ -84,7 +86,8 @@ def main() -> None:
         found.training.get("template"),
         model=model.config._name_or_path,
     )
-    traces, _ = draw_traces(config.curriculum, tokenizer, template, config.num_traces, config.seed)
+    recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
+    traces, _ = draw_traces(recorded, config.num_traces, config.seed)
     result = rerank_on_traces(
         model,
         traces,

@@ -96,6 +96,19 @@ def distill_gates(
     if settings.data == "traces":
         settings = settings.with_curriculum()
     draw, facts = load_data(settings, tokenizer)
+    return distill(settings, draw, facts, model)
+
+
+def distill(
+    settings: DistillSettings,
+    draw: Draw,
+    facts: dict[str, Any],
+    model: PreTrainedModel | None = None,
+) -> HeadGates:
+    """Start or resume a run on loaded data, and export it; ``facts``: what it notes of them.
+
+    The model is loaded, where none is given, once the folder has been checked.
+    """
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
     run = RunFolder(Path(settings.output_dir), settings, config)
@@ -282,8 +295,7 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         # a first output token is predicted by the prompt alone
         least = 2 if settings.prefill == "full" else 1
         traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
-        facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
-        return in_epochs(traces, settings.batch_size, settings.seed), facts
+        return in_epochs(traces, settings), facts_of(traces)
     draw_one: Callable[[random.Random], MarkedText]
     if not knows_bindings(tokenizer):
         haystack = settings.haystack and read_haystack(settings.haystack, tokenizer)
@@ -342,16 +354,22 @@ def read_traces(
     return traces
 
 
-def in_epochs(samples: list[MarkedText], batch_size: int, seed: int) -> Draw:
+def in_epochs(samples: list[MarkedText], settings: DistillSettings) -> Draw:
     """Draw every sample once an epoch, in an order that depends on (seed, epoch) alone."""
 
     def at(place: int) -> MarkedText:
         epoch, index = divmod(place, len(samples))
         order = list(range(len(samples)))
-        random.Random(f"rlkv-distill-{seed}-{epoch}").shuffle(order)
+        random.Random(f"rlkv-distill-{settings.seed}-{epoch}").shuffle(order)
         return samples[order[index]]
 
-    return lambda step: [at(step * batch_size + i) for i in range(batch_size)]
+    size = settings.batch_size
+    return lambda step: [at(step * size + i) for i in range(size)]
+
+
+def facts_of(samples: list[MarkedText]) -> dict[str, Any]:
+    """Return what a run notes of its texts."""
+    return {"samples": len(samples), "data_digest": digest([text.ids for text in samples])}
 
 
 # --- batches of solutions

@@ -42,7 +42,9 @@ from rlkv.training.distillation import (
     TOKENS_AT_ONCE,
     check_head,
     check_layers,
-    distill_gates,
+    distill,
+    facts_of,
+    in_epochs,
     log_probabilities,
     make_batch,
     read_traces,
@@ -116,8 +118,8 @@ def eliminate_heads(
     if model is None or tokenizer is None:
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
     template = choose_template(settings.template, model=settings.model)
-    number = settings.elimination_traces
-    traces, others = draw_traces(settings.curriculum, tokenizer, template, number, args.seed)
+    recorded = read_traces(settings.curriculum, tokenizer, template, max_length=sys.maxsize)
+    traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
     config |= {"dtype": dtype, "low": low, "seed": args.seed, "output_dir": args.output_dir}
@@ -139,7 +141,8 @@ def eliminate_heads(
         seconds = 0.0
         if settings.elimination_distillation:
             folder = run.path / DISTILLED
-            distilled = distill_gates(distillation(settings, args, folder), model, tokenizer)
+            short = distillation(settings, args, folder)
+            distilled = distill(short, in_epochs(recorded, short), facts_of(recorded), model)
             seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / LOG))
             start = with_order(start, compression_order(distilled))
         log = RemovalLog(run, args, HeadAllocation.from_gates(start, low).full.float(), seconds)
@@ -167,17 +170,17 @@ def eliminate_heads(
 
 
 def draw_traces(
-    path: str | Path, tokenizer: Any, template: str, number: int, seed: int
+    recorded: Sequence[MarkedText], number: int, seed: int
 ) -> tuple[list[MarkedText], list[MarkedText]]:
-    """Draw ``number`` of a curriculum's recorded solutions, and up to ``HELD_BACK`` times as many.
+    """Draw ``number`` of the recorded solutions, and up to ``HELD_BACK`` times as many others.
 
     Raises:
-        ValueError: if the curriculum has fewer than ``number``.
+        ValueError: if there are fewer than ``number``.
     """
-    recorded = read_traces(str(path), tokenizer, template, max_length=sys.maxsize)
     if number > len(recorded):
         raise ValueError(
-            f"{number} solutions are asked for, but {path} has only {len(recorded)}: ask for fewer"
+            f"{number} solutions are asked for, but the curriculum has only {len(recorded)}: ask "
+            "for fewer"
         )
     chosen = random.Random(f"rlkv-elimination-{seed}").sample(range(len(recorded)), number)
     rest = sorted(set(range(len(recorded))) - set(chosen))

@@ -23,7 +23,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
 from rlkv.training import elimination
 from rlkv.training.config import parse_config
-from rlkv.training.distillation import log_probabilities, make_batch
+from rlkv.training.distillation import log_probabilities, make_batch, read_traces
 from rlkv.training.elimination import (
     KEY,
     LikelyTokens,
@@ -362,6 +362,10 @@ def curriculum(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def recorded(curriculum: Path) -> list[MarkedText]:
+    return read_traces(str(curriculum), tiny.load()[1], "rlkv", max_length=10_000)
+
+
 def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
     given = {"config": "tiny", "finder": "elimination", "curriculum": curriculum}
     given |= {"use_cpu": "true", "elimination_traces": 6, "elimination_sparsity": 0.25}
@@ -459,8 +463,8 @@ def test_distillation_orders_the_first_heads(
     steps = read_log(folder / "distilled" / "log.jsonl")
     assert len(steps) == 8
     assert max(record["train/learning_rate"] for record in steps) == 0.25
-    solutions, _ = draw_traces(curriculum, tiny.load()[1], "rlkv", 6, seed=0)
-    answers = sum(len(text.answers) for text in solutions)  # all of them in each step
+    # all solutions in each step
+    answers = sum(len(text.answers) for text in recorded(curriculum))
     assert {record["tokens/answers"] for record in steps} == {answers}
     noted = json.loads((folder / "distilled" / "run_config.json").read_text())
     assert (noted["prefill"], noted["forward_rows"], noted["loss"]) == ("local", 1, "kl")
@@ -522,7 +526,7 @@ def test_other_solutions_say_which_order_is_kept(
     model, tokenizer = tiny.load()
     options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": "true"}
     told = run(tmp_path / "run", curriculum, model, tokenizer, **options, l1_beta=0.3).training
-    measured, others = draw_traces(curriculum, tokenizer, "rlkv", 2, seed=0)
+    measured, others = draw_traces(recorded(curriculum), 2, seed=0)
     assert asked == [others]
     assert len({text.ids for text in [*measured, *others]}) == 6
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
@@ -565,14 +569,15 @@ def test_wandb_gets_the_heads_that_go(
 
 def test_gates_are_the_start(curriculum: Path) -> None:
     """Head (1, 1) goes last (the ground truth of the tiny model), whatever the gates say of it."""
-    model, tokenizer = tiny.load()
+    model, _ = tiny.load()
     implementation = model.config._attn_implementation
     alpha = torch.arange(24).view(4, 6) / 24
     # the gates would let it go before (0, 2), which nothing needs
     alpha[1, 1] = 0.98
     alpha[0, 2] = 0.99
     gates = HeadGates(alpha=alpha, deploy_sink=4, deploy_window=16, training={"method": "hand"})
-    traces, _ = draw_traces(curriculum, tokenizer, "rlkv", 6, seed=0)
+    texts = recorded(curriculum)
+    traces, _ = draw_traces(texts, 6, seed=0)
     result = rerank_on_traces(model, traces, gates, 0.92, 1.0)
     assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
     assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]
@@ -584,8 +589,7 @@ def test_gates_are_the_start(curriculum: Path) -> None:
     assert gates.training == {"method": "hand"}
     assert model.config._attn_implementation == implementation
     assert not any("rlkv_gate" in name for name, _ in model.named_modules())
-    again, other = (draw_traces(curriculum, tokenizer, "rlkv", 6, seed)[0] for seed in (0, 1))
-    assert traces == again != other
+    assert traces == draw_traces(texts, 6, seed=0)[0] != draw_traces(texts, 6, seed=1)[0]
 
 
 @pytest.mark.parametrize(
