@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from rlkv.attention import LocalSizes
 from rlkv.attention.head_gate import set_gates
@@ -27,9 +27,9 @@ from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, proble
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable, hold_out
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder, SampleLog, load_tensors
+from rlkv.training.run_folder import RunFolder, SampleLog
 from rlkv.training.sharding import load_as, not_loading
-from rlkv.training.trainer import GATE_MEAN, STABLE, Reward, RLKVTrainer, verifier_reward
+from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
 
 DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects
@@ -93,10 +93,8 @@ def train_gates(
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
 
     every = list(callbacks or [])
-    stop = None
     if settings.target_sparsity and settings.stable_steps:
-        stop = StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps)
-        every.append(stop)
+        every.append(StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps))
     if held_out is not None:
         every.append(HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer))
     main = args.process_index == 0
@@ -114,7 +112,7 @@ def train_gates(
         run.check_shared()
         if run.checkpoint is None:
             trainer.train()
-        elif is_finished(run.checkpoint, trainer, stop):
+        elif trainer.is_finished(run.checkpoint):
             trainer.restore(run.checkpoint)
         else:
             trainer.train(resume_from_checkpoint=str(run.checkpoint))
@@ -219,17 +217,6 @@ def run_config(
             "steps": start.training.get("steps"),
         }
     return json.loads(json.dumps(config, default=str))
-
-
-def is_finished(checkpoint: Path, trainer: RLKVTrainer, stop: StopWhenStable | None) -> bool:
-    """Tell whether a checkpoint ends its run, and ``trainer`` is not asked for more steps now."""
-    if stop is not None:
-        stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
-        if stop.ended:
-            return True
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-    return state.global_step >= steps
 
 
 @contextmanager

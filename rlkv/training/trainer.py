@@ -64,11 +64,7 @@ Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 # of what trl makes of a rollout, what the loss needs
 ROW_TENSORS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "source"]
 ROW_TENSORS += ["sampling_per_token_logps", "old_per_token_logps"]
-# what a checkpoint holds besides the files of transformers
-GATE_MEAN = "gate_mean.pt"
-STABLE = "stable"
-SKIPPED = "skipped"
-BATCHES = "batches"
+GATE_MEAN = "gate_mean.pt"  # what a checkpoint holds besides the files of transformers
 
 SAMPLES = 8  # texts of a rollout that are kept for the log
 SAME_MODEL = 0.5  # mean difference of log-probabilities between two engines with the same model
@@ -776,9 +772,9 @@ class RLKVTrainer(GRPOTrainer):
                 stop = self.stop_when_stable
                 state = {
                     **self.gate_mean.state(),
-                    STABLE: {} if stop is None else stop.state(),
-                    SKIPPED: self.skip_nonfinite.state(),
-                    BATCHES: self._step,
+                    "stable": {} if stop is None else stop.state(),
+                    "skipped": self.skip_nonfinite.state(),
+                    "batches": self._step,
                 }
                 save_tensors(folder / GATE_MEAN, state)
 
@@ -797,6 +793,17 @@ class RLKVTrainer(GRPOTrainer):
             self._of_rollout = state["values"]
             self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
 
+    def is_finished(self, checkpoint: Path) -> bool:
+        """Tell whether a checkpoint ends its run, and no more steps are asked for now."""
+        stop = self.stop_when_stable
+        if stop is not None:
+            stop.load(load_tensors(checkpoint / GATE_MEAN)["stable"])
+            if stop.ended:
+                return True
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        return state.global_step >= steps
+
     def restore(self, checkpoint: Path) -> None:
         """Load gates, their mean and the step count of ``checkpoint`` without further training."""
         self._load_from_checkpoint(str(checkpoint))
@@ -806,7 +813,7 @@ class RLKVTrainer(GRPOTrainer):
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)
         self.gate_mean.load(state)
-        self.skip_nonfinite.load(state[SKIPPED])
-        self._step = state[BATCHES]
+        self.skip_nonfinite.load(state["skipped"])
+        self._step = state["batches"]
         if self.stop_when_stable is not None:
-            self.stop_when_stable.load(state[STABLE])
+            self.stop_when_stable.load(state["stable"])
