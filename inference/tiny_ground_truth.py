@@ -198,8 +198,8 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         engine.allocation = everything
         return found
 
-    drawn_halves = range(config.random_draws)
-    halves = [HeadAllocation.random(layers, heads, 0.5, seed) for seed in drawn_halves]
+    seeds = range(config.random_draws)
+    halves = [HeadAllocation.random(layers, heads, 0.5, seed) for seed in seeds]
     full_accuracy, *half_accuracy = accuracies("random halves", [everything, *halves])
     every_head = everything.full.nonzero().tolist()
     single = [without_head(everything.full, layer, head) for layer, head in every_head]
@@ -214,15 +214,17 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         scorer = TraceScorer(model, traces, config.sink, config.window)
         steps = backward_elimination(scorer, everything, bar.advance)
     order = [(step.layer, step.head) for step in steps]
-    partial = [
-        HeadAllocation.from_order(order, layers, heads, gone / total)
-        for gone in range(1, total + 1)
-    ]
+    shares = [gone / total for gone in range(1, total + 1)]
+    partial = [HeadAllocation.from_order(order, layers, heads, share) for share in shares]
     curve = accuracies("accuracy after every step", partial)
     settings = {**asdict(CacheSettings(config.sink, config.window)), "max_new_tokens": limit}
-    removable = total
-    if min(curve) < REMOVABLE:
-        removable = [accuracy < REMOVABLE for accuracy in curve].index(True)
+    # one less than the steps to the first accuracy that is too low
+    removable = [*(accuracy < REMOVABLE for accuracy in curve), True].index(True)
+    eliminated = []
+    for step, accuracy in zip(steps, curve, strict=True):
+        found = {"layer": step.layer, "head": step.head}
+        found["traces_reproduced"], found["mean_log_probability"] = step.score
+        eliminated.append({**found, "accuracy": accuracy})
     return {
         "model": shape.to_dict(),
         "settings": {name: value for name, value in settings.items() if value is not None},
@@ -234,16 +236,7 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         "random_half_accuracy": half_accuracy,
         "random_half_mean": sum(half_accuracy) / len(half_accuracy),
         "accuracy_lost_by_single_head": [lost[i : i + heads] for i in range(0, total, heads)],
-        "elimination": [
-            {
-                "layer": step.layer,
-                "head": step.head,
-                "traces_reproduced": step.score[0],
-                "mean_log_probability": step.score[1],
-                "accuracy": accuracy,
-            }
-            for step, accuracy in zip(steps, curve, strict=True)
-        ],
+        "elimination": eliminated,
         "heads_removable_before_0.95": removable,
     }
 

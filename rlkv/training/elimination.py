@@ -132,12 +132,7 @@ def eliminate_heads(
     check_layers(model)
     with open_store(run.path / MEASURED, {**measured, "likeliest": KEPT}, KEY) as store:
         run.write_config()
-        unread = unread_options(settings, args)
-        if unread:
-            names = ", ".join(unread)
-            print(
-                f"finder elimination, which does not read {names} (--finder rlkv does)", flush=True
-            )
+        warn_of_unread(settings, args)
         seconds = 0.0
         if settings.elimination_distillation:
             folder = run.path / DISTILLED
@@ -203,8 +198,8 @@ def unordered_gates(model: PreTrainedModel, settings: RLKVSettings) -> HeadGates
     )
 
 
-def unread_options(settings: RLKVSettings, args: GateTrainingArguments) -> list[str]:
-    """Return options of GRPO that were set, which elimination does not read."""
+def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments) -> None:
+    """Name options of GRPO that were set, which elimination does not read."""
     found = []
     for option in fields(settings):
         if option.name not in READ and getattr(settings, option.name) != option.default:
@@ -212,7 +207,9 @@ def unread_options(settings: RLKVSettings, args: GateTrainingArguments) -> list[
     for name in GRPO_OPTIONS:
         if getattr(args, name) != getattr(GateTrainingArguments, name):
             found.append(name)
-    return found
+    if found:
+        names = ", ".join(found)
+        print(f"finder elimination, which does not read {names} (--finder rlkv does)", flush=True)
 
 
 def distillation(
