@@ -1,8 +1,7 @@
-r"""Measure the order of the heads that the gates keep: for sparsities above those at which the gates
-are certain.
+r"""Measure the order of the heads that the gates keep, for sparsities where gates are uncertain.
 
-    python inference/rerank_heads.py --gates outputs/tiny/gates.pt --output outputs/tiny/reranked.pt \
-        --curriculum results/curriculum/curriculum.parquet
+    python inference/rerank_heads.py --gates outputs/tiny/gates.pt \
+        --curriculum results/curriculum/curriculum.parquet --output outputs/tiny/reranked.pt
 
 Heads that are full at sparsity ``--low`` are made compressible one by one up to ``--high``, each
 time the one without which recorded solutions are predicted most as with the full cache.  The gates'
@@ -11,12 +10,12 @@ nothing changes.  It reads the curriculum that the gates were trained on, with t
 
 It takes about half a pass over the solutions per head that is full at ``--low``, and one to three
 per head that goes; the gates file keeps how many, in ``training["reranked"]``: ``passes``, and
-``cpu_seconds`` of all threads.  Without
-gates: ``rlkv-train --finder elimination``.
+``cpu_seconds`` of all threads.  Without gates: ``rlkv-train --finder elimination``.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -59,8 +58,7 @@ class RerankConfig(ModelOptions):
     model: str = ""
     """tiny, a folder or a hub id; default: the one of the gates"""
     template: str | None = None
-    """prompt template: rlkv, boxed or plain; default: the curriculum's, else the gates', else rlkv
-    """
+    """prompt template: rlkv, boxed or plain; default: the curriculum's, the gates', or rlkv"""
 
     def check(self) -> None:
         if self.output.suffix not in SUFFIXES:  # not after hours
@@ -71,21 +69,35 @@ class RerankConfig(ModelOptions):
 
 def main() -> None:
     config = parse(RerankConfig, __doc__)
+    from rlkv.training.distillation import read_traces
     from rlkv.training.elimination import draw_traces, rerank_on_traces
 
     found = HeadGates.load(config.gates)
-    if not config.model and found.model is None:
+    if config.model:
+        name = config.model
+    elif found.model is not None:
+        name = found.model.model_id
+    else:
         raise ValueError(f"{config.gates} names no model: pass --model")
-    model, tokenizer = replace(config, model=config.model or found.model.model_id).load()  # type: ignore[union-attr]
-    named = (
+    model, tokenizer = replace(config, model=name).load()
+    template = choose_template(
         config.template,
         curriculum_template(config.curriculum),
         found.training.get("template"),
+        model=model.config._name_or_path,
     )
-    template = choose_template(*named, model=model.config._name_or_path)
-    traces = draw_traces(config.curriculum, tokenizer, template, config.num_traces, config.seed)
-    span, work = (config.low, config.high), (config.budget, config.rows)
-    result = rerank_on_traces(model, traces, found, *span, *work, prefill=config.prefill)
+    recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
+    traces, _ = draw_traces(recorded, config.num_traces, config.seed)
+    result = rerank_on_traces(
+        model,
+        traces,
+        found,
+        config.low,
+        config.high,
+        budget=config.budget,
+        rows=config.rows,
+        prefill=config.prefill,
+    )
     result.training["reranked"]["seed"] = config.seed
     result.save(config.output)
     print(f"written to {config.output}: {result.training['reranked']}")

@@ -1,8 +1,8 @@
-"""Sample for a training run on a GPU of its own: the layout in which some GPUs train and others
-sample.
+r"""Sample for a training run on a GPU of its own: some GPUs train and others sample.
 
-    CUDA_VISIBLE_DEVICES=1 python rollout/serve_vllm.py --model ./my-model --sink 128 --window 256
-    --max-positions 8192 CUDA_VISIBLE_DEVICES=0 rlkv-train --config llama8b --rollout vllm-server
+    CUDA_VISIBLE_DEVICES=1 python rollout/serve_vllm.py --model ./my-model --sink 128 \
+        --window 256 --max-positions 8192
+    CUDA_VISIBLE_DEVICES=0 rlkv-train --config llama8b --rollout vllm-server
 
 Several servers, on this machine (--port) or others (--host), are named with --rollout_servers
 URL,URL. The trainer sends the gates (a few hundred numbers) before every step and gets completions
@@ -13,12 +13,116 @@ network is yours.
 GET /health says which model it serves and whether it is busy.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse, run_app
+from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.models.loading import resolve_device
+from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
+from rlkv.rollout.footprint import DEFAULT_KV_GIB, Footprint, free_memory
+from rlkv.rollout.remote import RolloutServer
+from rlkv.vllm.plugin import check_vllm_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ModelOptions):
+    """What to serve, and where."""
+
+    sink: int = 128
+    """first tokens that the local branch sees, as in the training"""
+    window: int = 256
+    """last tokens that the local branch sees, as in the training"""
+    engine: Literal["hf", "vllm"] = "vllm"
+    """hf: plain transformers"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = DEFAULT_PORT
+    """port to listen on, 0: a free one"""
+    max_positions: int | None = None
+    """tokens of a prompt and its completion, default: what the model allows"""
+    kv_gib: float | None = None
+    """vllm: memory of the KV cache in GiB; default: what the GPU has left, without one 4"""
+    max_rows: int = 64
+    """completions decoded at once"""
+    eager: bool = False
+    """vllm: neither compile the model nor capture graphs"""
+
+    def check(self) -> None:
+        check_vllm_options(self.engine, self.device, self.kv_gib)
+        check_positive(self, "max_rows", "max_positions")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(
+                f"--port {self.port} is not a port: choose one from 1 to 65535, or 0 for a free one"
+            )
+
+
+def fitting_kv_gib(config: ServeConfig) -> float:
+    """Return the GiB of KV that fit the GPU.
+
+    Raises:
+        ValueError: if it is too small.
+    """
+    free = free_memory(resolve_device())
+    footprint = None if free is None else Footprint.of(config.model, config.dtype)
+    if footprint is None or free is None:
+        return DEFAULT_KV_GIB
+    return footprint.vllm_kv_gib(free, config.max_positions or 1)
+
+
+def load_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
+    """Load the engine with mixed attention.
+
+    Raises:
+        ValueError: if it is not installed or the model cannot be loaded.
+    """
+    sizes = LocalSizes(config.sink, config.window)
+    engine: Any
+    if config.engine == "vllm":
+        from rlkv.vllm.engine import VLLMEngine
+
+        engine = VLLMEngine(
+            config.model,
+            sizes,
+            config.dtype,
+            max_positions=config.max_positions,
+            kv_gib=fitting_kv_gib(config) if config.kv_gib is None else config.kv_gib,
+            max_rows=config.max_rows,
+            enforce_eager=config.eager,
+        )
+        positions = engine.max_positions
+        vocabulary = engine.llm.llm_engine.model_config.get_vocab_size()
+    else:
+        from rlkv.rollout.hf import GatedHFEngine
+
+        model, tokenizer = config.load()
+        engine = GatedHFEngine(model, sizes, tokenizer.pad_token_id, config.max_rows)
+        text_config = model.config.get_text_config()
+        positions = config.max_positions or text_config.max_position_embeddings
+        vocabulary = text_config.vocab_size
+    layers, heads = engine.gates().shape
+    facts = EngineFacts(
+        config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary
+    )
+    return engine, facts
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until the process is ended."""
+    engine, facts = load_engine(config)
+    with RolloutServer((config.host, config.port), engine, facts) as server:
+        where = f"http://{config.host}:{server.server_port}"
+        print(
+            f"serving {config.model} at {where} (sink {config.sink}, window {config.window})",
+            flush=True,
+        )
+        server.serve_forever()
 
 
 def main() -> None:
-    from rlkv.training.serve import ServeConfig, serve
-
     serve(parse(ServeConfig, __doc__))
 
 

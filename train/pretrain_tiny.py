@@ -1,6 +1,6 @@
-"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
+r"""Pretrain the built-in tiny reasoning model from scratch, and write its package folder.
 
-    python train/pretrain_tiny.py                      # 4,000 steps, about 40 minutes on 2 CPU cores
+    python train/pretrain_tiny.py                  # 4,000 steps, about 40 minutes on 2 CPU cores
     python train/pretrain_tiny.py --output-dir my_tiny --steps 200
 
 Next-token loss on worked solutions.  Recall of far bindings is slow to emerge, so the longest chain
@@ -14,7 +14,8 @@ in far recall; large models do have local heads.
 Seeded; resumes from checkpoint.pt in the work folder after a kill.  Accuracy on problems that it
 never drew:
 
-    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 --output-dir results/my_tiny
+    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 \
+        --output-dir results/my_tiny
 """
 
 from __future__ import annotations
@@ -30,36 +31,64 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.cli.app import parse, run_app
 from rlkv.models.loading import resolve_device
-from rlkv.models.prompts import render_prompt
-from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, MODEL_DIR, draw_length, draw_problem
-from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.models.prompts import RLKV_INSTRUCTION, render_prompt
+from rlkv.tiny import (
+    ANSWER_PREFIX,
+    ANSWER_SUFFIX,
+    MAX_DEFINITIONS,
+    MIN_DEFINITIONS,
+    MODEL_DIR,
+    NAMES,
+    OPERATORS,
+    draw_length,
+    draw_problem,
+)
 from rlkv.training.run_folder import load_tensors, save_tensors
 from rlkv.utils.files import append_line, read_log, write_json, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import hardware_line
 from rlkv.utils.store import hold_folder
 
-MUON_LR, ADAMW_LR, MAX_GRAD_NORM = 5e-3, 3e-3, 1.0
-WARMUP_STEPS, FINAL_LR = 50, 0.02
+MUON_LR = 5e-3
+ADAMW_LR = 3e-3
+MAX_GRAD_NORM = 1.0
+WARMUP_STEPS = 50
+FINAL_LR = 0.02
 SPECIALISE_LR = 0.2  # of the peaks, in the closing stage
-CURRICULUM = (
-    (0.12, 5),
-    (0.22, 8),
-    (0.35, 14),
-)  # until this share of the steps, no longer chains than this
+# until this share of the steps, no longer chains than this
+CURRICULUM = ((0.12, 5), (0.22, 8), (0.35, 14))
 TOKENS_PER_DEFINITION = 24  # 6 in the problem, 18 in the solution
-SINK, WINDOW = 4, 16
+SINK = 4
+WINDOW = 16
 # (layer, head): the twelve that a backward elimination on the model of the first stage (seed 0)
 # could best spare
 LOCAL_HEADS = (
     *((0, 1), (0, 2), (0, 3), (1, 2), (1, 4)),
     *((2, 0), (2, 1), (2, 2), (2, 4), (3, 2), (3, 3), (3, 5)),
+)
+
+
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>"]
+CHAT_TEMPLATE = (
+    "<bos>{% for message in messages %}"
+    "{% if message['role'] == 'user' %}<user>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% else %}{{ raise_exception('the tiny model knows the roles user and assistant only') }}{% "
+    "endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -86,7 +115,7 @@ class PretrainConfig:
 
     @property
     def recipe(self) -> dict[str, int]:
-        """What the weights depend on."""
+        """The options that the weights depend on."""
         names = ("steps", "specialise_steps", "tokens_per_step", "seed")
         return {name: getattr(self, name) for name in names}
 
@@ -95,28 +124,57 @@ class PretrainConfig:
         return self.steps + self.specialise_steps
 
     def longest_chain(self, step: int) -> int:
-        """The largest number of definitions that ``step`` (0-based) may draw."""
+        """Return the largest number of definitions that ``step`` (0-based) may draw."""
         return next(
             (longest for end, longest in CURRICULUM if step < end * self.steps), MAX_DEFINITIONS
         )
 
     def lr_scale(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to ``FINAL_LR`` of the peak.
+        """Warm up linearly, then follow a cosine down to ``FINAL_LR`` of the peak.
 
-        A second, lower cosine to specialise.
+        A second, lower cosine is for specialising.
         """
         if step >= self.steps:
-            return (
-                SPECIALISE_LR
-                * 0.5
-                * (1 + math.cos(math.pi * (step - self.steps) / self.specialise_steps))
-            )
+            share = (step - self.steps) / self.specialise_steps
+            return SPECIALISE_LR * 0.5 * (1 + math.cos(math.pi * share))
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a word-level tokenizer over names, digits, operators and bindings such as ``b=3``.
+
+    The instruction of the ``rlkv`` prompt template and the two halves of the answer sentence are
+    single tokens, so that the model reads and writes exactly the text of the real models at a tiny
+    length.
+    """
+    words = [*"=.,?", *OPERATORS, "find", *"0123456789", *NAMES]
+    words += [f"{name}={digit}" for name in NAMES for digit in range(10)]
+    vocab = {word: i for i, word in enumerate([*SPECIAL, *words])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
+    sentences = [RLKV_INSTRUCTION, ANSWER_PREFIX, ANSWER_SUFFIX]
+    backend.add_tokens(
+        [AddedToken(s, lstrip=True, rstrip=True, normalized=False) for s in sentences]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """The tiny Llama with random weights: 4 layers x 6 KV heads of 32, two query heads per KV head."""
+    """Build a Llama with random weights: 4 layers x 6 KV heads of 32, two query heads each."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -139,7 +197,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausal
 def encode_batch(
     tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_definitions: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """``(input_ids, labels)``, both int64 ``[rows, length]``.
+    """Draw and encode problems: ``(input_ids, labels)``, both int64 ``[rows, length]``.
 
     Prompt positions carry the label -100.
     """
@@ -155,7 +213,7 @@ def encode_batch(
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, output head and norms."""
+    """Take Muon for the matrices inside the layers, AdamW for embeddings, head and norms."""
     inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in inner}
     rest = [p for p in model.parameters() if id(p) not in chosen]
@@ -166,12 +224,10 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 class LocalHeads:
-    """Attention of the closing stage:
+    """Attention of the closing stage: ``draw`` decides which of LOCAL_HEADS read locally.
 
-    ``draw`` decides for one step which of LOCAL_HEADS read locally.
-
-    One dense mask per head in a single attention call: at these lengths far cheaper than two
-    branches.
+    One dense mask per head in a single attention call is far cheaper than two branches at these
+    lengths.
     """
 
     IMPLEMENTATION = "rlkv_tiny_pretraining"
@@ -179,7 +235,8 @@ class LocalHeads:
     def __init__(self, model: LlamaForCausalLM) -> None:
         config = model.config
         assert config.num_key_value_heads is not None
-        self.model, self.before = model, config._attn_implementation
+        self.model = model
+        self.before = config._attn_implementation
         self.is_local = torch.zeros(
             config.num_hidden_layers, config.num_key_value_heads, dtype=torch.bool
         )
@@ -188,7 +245,7 @@ class LocalHeads:
         model.set_attn_implementation(self.IMPLEMENTATION)
 
     def draw(self, rng: random.Random) -> None:
-        """All, about half or none of the heads are local, with equal chances."""
+        """Draw for a step whether all, about half or none of the heads are local."""
         share = rng.choice((0.0, 0.5, 1.0))
         for layer, head in LOCAL_HEADS:
             self.is_local[layer, head] = rng.random() < share
@@ -238,14 +295,11 @@ def pretrain(
     first = 0
     if checkpoint.exists():
         state = load_tensors(checkpoint)
-        recipe = state.get(
-            "recipe", {"seed": state.get("seed")}
-        )  # checkpoints of earlier versions say no more
-        if recipe != config.recipe:
-            before = " ".join(
-                f"--{name.replace('_', '-')} {value}" for name, value in recipe.items()
+        if state["recipe"] != config.recipe:
+            found = [f"--{n.replace('_', '-')} {value}" for n, value in state["recipe"].items()]
+            raise ValueError(
+                f"{checkpoint} is of {' '.join(found)}: give the same, or another --work-dir"
             )
-            raise ValueError(f"{checkpoint} is of {before}: give the same, or another --work-dir")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -292,19 +346,16 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, config.seed)
     torch.nn.Module.to(model, resolve_device(config.device))
-    started, log = time.monotonic(), config.work_dir / "log.jsonl"
+    started = time.monotonic()
+    log = config.work_dir / "log.jsonl"
     with progress_bar("pretraining", "steps", config.total_steps) as bar:
 
         def on_step(step: int, loss: float) -> None:
             if not bar.done:
                 bar.resume(step)
                 # a killed run may have gone on beyond its checkpoint
-                write_jsonl(
-                    log,
-                    [known for known in read_log(log) if known["step"] < step]
-                    if log.exists()
-                    else [],
-                )
+                known = read_log(log) if log.exists() else []
+                write_jsonl(log, [record for record in known if record["step"] < step])
             bar.update(step + 1, note=f"loss {loss:.4f}")
             append_line(log, {"step": step, "loss": loss})
 

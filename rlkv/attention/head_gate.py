@@ -1,11 +1,11 @@
 """Head gates as a PEFT method: one trainable number per KV head, everything else frozen.
 
     model = get_peft_model(base, HeadGateConfig(sink=128, window=256))
-    model.save_pretrained("gates/", save_embedding_layers=False)  # L tensors of num_kv_heads numbers
+    model.save_pretrained("gates/", save_embedding_layers=False)  # a tensor [KV heads] a layer
     PeftModel.from_pretrained(base, "gates/")  # with model.disable_adapter(): the untouched model
 
 At its default, ``save_embedding_layers`` asks the hub for the base model's config, half a minute
-without a network. A gate cannot be merged into the weights: it chooses between two attentions.
+without a network.  A gate cannot be merged into the weights: it chooses between two attentions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,19 @@ from rlkv.models.loading import refuse_latent_attention, try_forward
 from rlkv.models.shape import ModelShape
 from rlkv.utils.devices import leave_cudnn_out
 
+# What stands before an adapter's name in the names of parameters.  peft and transformers put that
+# name behind it when they load a file, and peft takes a module for a part of an adapter if its name
+# contains it.
+PREFIX = f"{GATE}.alpha"
+BATCHING_METHODS = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+)
+
 
 class _PeftName(str):
-    """A PEFT type outside peft's own enum: equal to its name, with the ``value`` that peft's
-    messages print.
-    """
+    """A PEFT type outside peft's own enum, with the ``value`` that peft's messages print."""
 
     @property
     def value(self) -> str:
@@ -42,10 +50,6 @@ class _PeftName(str):
 
 
 HEAD_GATE = _PeftName("HEAD_GATE")
-# What stands before an adapter's name in the names of parameters.  peft and transformers put that
-# name behind it when they load a file, and peft takes a module for a part of an adapter if its name
-# contains it.
-PREFIX = f"{GATE}.alpha"
 
 
 @dataclass
@@ -93,24 +97,24 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
     def __init__(self, num_kv_heads: int, device: torch.device) -> None:
         super().__init__()
         self.num_kv_heads = num_kv_heads
-        self._device = device
-        leave_cudnn_out(device)
         self.alpha = nn.ParameterDict()
+        self._device = device
         self._sizes: dict[str, tuple[int, int]] = {}
+        leave_cudnn_out(device)
 
     def add(self, adapter_name: str, config: HeadGateConfig) -> None:
-        """A new adapter's gates, float32 whatever the base model's dtype."""
-        start = torch.full(
-            (self.num_kv_heads,), config.init_value, dtype=torch.float32, device=self._device
-        )
+        """Add an adapter's gates, float32 whatever the base model's dtype."""
+        size = (self.num_kv_heads,)
+        start = torch.full(size, config.init_value, dtype=torch.float32, device=self._device)
         self.alpha[adapter_name] = nn.Parameter(start)
         self._sizes[adapter_name] = (config.sink, config.window)
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
     def current(self) -> Gate | None:
-        """The active gate, None while adapters are disabled.
+        """Return the active gate, None while adapters are disabled.
 
-        ``ValueError`` if several are active at once.
+        Raises:
+            ValueError: if several are active at once.
         """
         names = [name for name in self.active_adapters if name in self.alpha]
         if self.disable_adapters or not names:
@@ -123,7 +127,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadGateLayer:
-        """Follow the model to its device and to wider dtypes, but never to bf16, where 0.999 is 1."""
+        """Follow the model to its device and to wider dtypes, never to bf16, where 0.999 is 1."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -145,8 +149,7 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
 def _refuse_merge() -> NoReturn:
     raise ValueError(
         "head gates cannot be merged into the weights: use unload() for the untouched model, or "
-        "rlkv.compress(...) to "
-        "serve with the gates"
+        "rlkv.compress(...) to serve with the gates"
     )
 
 
@@ -156,15 +159,8 @@ def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-_BATCHING_METHODS = (
-    "generate_batch",
-    "init_continuous_batching",
-    "continuous_batching_context_manager",
-)
-
-
 def _refuse_bypass(module: Any, args: Any) -> None:
-    """Before every gated layer: the attention implementation must still be ours."""
+    """Check before every gated layer that the attention implementation is still ours."""
     if module.config.output_attentions:
         raise ValueError(
             "output_attentions=True: a model with head gates computes no attention weights to "
@@ -174,14 +170,15 @@ def _refuse_bypass(module: Any, args: Any) -> None:
     if found != IMPLEMENTATION and getattr(module, GATE).current() is not None:
         raise ValueError(
             f"the attention implementation of a gated model was changed to {found!r}, which "
-            "bypasses the gates: set it "
-            f"back with set_attn_implementation({IMPLEMENTATION!r}), or unload() the gates"
+            f"bypasses the gates: set it back with set_attn_implementation({IMPLEMENTATION!r}), or "
+            "unload() the gates"
         )
 
 
 def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``(name, attention module)`` of every layer that sees the whole past, not of sliding or
-    linear layers.
+    """Yield ``(name, attention module)`` of every layer that sees the whole past.
+
+    Layers with a sliding window or linear attention do not.
     """
     for name, module in model.named_modules():
         if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
@@ -191,18 +188,18 @@ def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if layer_types is not None:
             is_full = layer_types[module.layer_idx] == "full_attention"
         else:
-            uses_window = getattr(config, "use_sliding_window", True) and getattr(
-                config, "sliding_window", None
-            )
-            is_full = not uses_window and getattr(module, "sliding_window", None) is None
+            by_config = getattr(config, "use_sliding_window", True)
+            by_config = by_config and getattr(config, "sliding_window", None)
+            is_full = not by_config and getattr(module, "sliding_window", None) is None
         if is_full:
             yield name, module
 
 
 def _why_no_gates(model: Any) -> str:
-    """Why :func:`full_attention_modules` finds none in ``model``."""
+    """Say why :func:`full_attention_modules` finds none in ``model``."""
     config = model.config.get_text_config()
     name = config.model_type
+    kinds = set(getattr(config, "layer_types", None) or [])
     if not model._can_set_attn_implementation():
         return (
             f"{name} computes attention in its own code, not through transformers' attention "
@@ -210,7 +207,6 @@ def _why_no_gates(model: Any) -> str:
         )
     if getattr(config, "num_attention_heads", None) is None:
         return f"{name} has no attention heads (its config has no num_attention_heads)"
-    kinds = set(getattr(config, "layer_types", None) or [])
     if kinds and "full_attention" not in kinds:
         return (
             f"{name} has no layer with full attention to put gates on, only layers of kind "
@@ -227,23 +223,8 @@ def _why_no_gates(model: Any) -> str:
     )
 
 
-def _check_shape(config: HeadGateConfig, shape: ModelShape) -> None:
-    """Note the shape in ``config``; ``ValueError`` if it is of gates for another one."""
-    stated = (config.num_layers or shape.num_layers, config.num_kv_heads or shape.num_kv_heads)
-    if stated != (shape.num_layers, shape.num_kv_heads):
-        raise ValueError(
-            f"these gates are for {stated[0]} layers x {stated[1]} KV heads, but the model "
-            f"{shape.model_id} has "
-            f"{shape.num_layers} x {shape.num_kv_heads}: use the gates that were trained for this "
-            "model"
-        )
-    config.num_layers, config.num_kv_heads = stated
-
-
 class HeadGateModel(BaseTuner):
-    """Attaches a :class:`HeadGateLayer` to every full-attention module and switches to mixed
-    attention.
-    """
+    """Puts gates on every full-attention module and switches to mixed attention."""
 
     prefix = PREFIX
     tuner_layer_cls = HeadGateLayer
@@ -255,22 +236,30 @@ class HeadGateModel(BaseTuner):
         if not available:
             raise ValueError(
                 f"{_why_no_gates(self.model)}: use a model with full attention and grouped heads, "
-                "such as Llama, Qwen3 "
-                "or Gemma 3"
+                "such as Llama, Qwen3 or Gemma 3"
             )
-        _check_shape(peft_config, ModelShape.from_config(self.model.config))
-        if peft_config.target_modules is None:
-            peft_config.target_modules = available
+        shape = ModelShape.from_config(cast(Any, self.model).config)
+        num_layers = peft_config.num_layers or shape.num_layers
+        num_kv_heads = peft_config.num_kv_heads or shape.num_kv_heads
+        if (num_layers, num_kv_heads) != (shape.num_layers, shape.num_kv_heads):
+            raise ValueError(
+                f"these gates are for {num_layers} layers x {num_kv_heads} KV heads, but the model "
+                f"{shape.model_id} has {shape.num_layers} x {shape.num_kv_heads}: use the gates "
+                "that were trained for this model"
+            )
+        peft_config.num_layers = num_layers
+        peft_config.num_kv_heads = num_kv_heads
         peft_config.target_modules = self._present(peft_config.target_modules, available)
         return peft_config
 
-    def _present(self, targets: list[str], available: list[str]) -> list[str]:
-        """The modules ``available`` that ``targets`` name, by their whole names or by the last
-        parts of them.
+    def _present(self, targets: list[str] | None, available: list[str]) -> list[str]:
+        """Return the modules ``available`` that ``targets`` name, whole or by their last parts.
 
         A model without a head for its vocabulary has no prefix for its decoder, so it may be
         missing on either side.
         """
+        if targets is None:
+            return available
         prefix = f"{cast(Any, self.model).base_model_prefix}."
         found: dict[str, None] = {}
         for target in targets:
@@ -280,8 +269,8 @@ class HeadGateModel(BaseTuner):
             if not names:
                 raise ValueError(
                     f"the gates are for {target}, which is not a layer with full attention of this "
-                    "model: gates do not "
-                    "work there, so use the gates of this model, or other target_modules"
+                    "model: gates do not work there, so use the gates of this model, or other "
+                    "target_modules"
                 )
             found.update(dict.fromkeys(names))
         return list(found)
@@ -293,16 +282,17 @@ class HeadGateModel(BaseTuner):
         if len(self.peft_config) > 1:
             return
         try:
-            try_forward(
-                model, use_cache=False
-            )  # what gates cannot work with is refused before any training
+            # what gates cannot work with is refused before any training
+            try_forward(model, use_cache=False)
         except BaseException:
             self._unload_and_optionally_merge(merge=False)
             raise
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete the gates ``adapter_name``; ``ValueError`` if they are the only ones, which
-        ``unload()`` takes off.
+        """Delete the gates ``adapter_name``.
+
+        Raises:
+            ValueError: if they are the only ones, which ``unload()`` takes off.
         """
         if list(self.peft_config) == [adapter_name]:
             raise ValueError(
@@ -315,14 +305,13 @@ class HeadGateModel(BaseTuner):
         if not hasattr(self, "_implementation_before"):
             self._implementation_before = model.config._attn_implementation
             model.set_attn_implementation(IMPLEMENTATION)
-        if (
-            model.config._attn_implementation != IMPLEMENTATION
-        ):  # transformers only warns when it cannot switch
+        # transformers only warns when it cannot switch
+        if model.config._attn_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"{type(model).__name__} does not let its attention be exchanged: gates cannot "
                 "work with it"
             )
-        for name in _BATCHING_METHODS:
+        for name in BATCHING_METHODS:
             if hasattr(type(model), name):
                 setattr(model, name, _refuse_continuous_batching)
 
@@ -342,10 +331,8 @@ class HeadGateModel(BaseTuner):
             )
         if not hasattr(target, GATE):
             config = target.config
-            num_kv_heads = (
-                getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            )
-            setattr(target, GATE, HeadGateLayer(num_kv_heads, next(target.parameters()).device))
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            setattr(target, GATE, HeadGateLayer(heads, next(target.parameters()).device))
             target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
         getattr(target, GATE).add(adapter_name, peft_config)
 
@@ -361,7 +348,7 @@ class HeadGateModel(BaseTuner):
                 module.rlkv_gate_guard.remove()
                 del module.rlkv_gate_guard
                 delattr(module, GATE)
-        for name in _BATCHING_METHODS:
+        for name in BATCHING_METHODS:
             model.__dict__.pop(name, None)
         model.set_attn_implementation(self._implementation_before)
         del self._implementation_before
@@ -371,9 +358,10 @@ class HeadGateModel(BaseTuner):
 
 
 def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
-    """``(layer index, active gate parameter [num_kv_heads])`` by layer.
+    """Return ``(layer index, active gate parameter [num_kv_heads])`` by layer.
 
-    ``ValueError`` if the model has no gates.
+    Raises:
+        ValueError: if the model has no gates.
     """
     found: list[tuple[int, nn.Parameter]] = []
     for module in cast(Iterator[Any], model.modules()):
@@ -388,16 +376,14 @@ def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
 
 
 def gates_matrix(model: nn.Module) -> Tensor:
-    """The gates as float32 ``[num_layers, num_kv_heads]`` on the CPU.
+    """Return the gates, float32 ``[num_layers, num_kv_heads]`` on the CPU.
 
     Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never
     compressed.
     """
     parameters = gate_parameters(model)
-    config: Any = model.config
-    matrix = torch.ones(
-        config.get_text_config().num_hidden_layers, len(parameters[0][1]), dtype=torch.float32
-    )
+    num_layers = cast(Any, model.config).get_text_config().num_hidden_layers
+    matrix = torch.ones(num_layers, len(parameters[0][1]), dtype=torch.float32)
     for layer, parameter in parameters:
         matrix[layer] = parameter.detach().float().cpu()
     return matrix
@@ -405,24 +391,20 @@ def gates_matrix(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
-    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates.
-
-    Layers without gates ignore theirs.
-    """
+    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates that there are."""
     for layer, parameter in gate_parameters(model):
         parameter.copy_(alpha_LH[layer])
 
 
 def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
-    """Mean of the gates and the shares below 0.1, below 0.5, at 0 and at 1, as they are logged."""
-    shares = {
-        "below_0.1": alpha_LH < 0.1,
-        "below_0.5": alpha_LH < 0.5,
-        "at_0": alpha_LH == 0,
-        "at_1": alpha_LH == 1,
+    """Return the mean of the gates and shares of them, as they are logged."""
+    return {
+        "gates/mean": alpha_LH.mean().item(),
+        "gates/below_0.1": (alpha_LH < 0.1).float().mean().item(),
+        "gates/below_0.5": (alpha_LH < 0.5).float().mean().item(),
+        "gates/at_0": (alpha_LH == 0).float().mean().item(),
+        "gates/at_1": (alpha_LH == 1).float().mean().item(),
     }
-    found = {f"gates/{name}": share.float().mean().item() for name, share in shares.items()}
-    return {"gates/mean": alpha_LH.mean().item(), **found}
 
 
 # peft's registration function wants a member of its enum; these tables are what it fills

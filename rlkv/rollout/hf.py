@@ -1,17 +1,27 @@
-"""Rollouts of transformers models."""
+"""Rollouts of transformers models: plain or compressed ones, and gated ones for training."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlkv.attention import LocalSizes
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.reallocation import full_cache
-from rlkv.rollout.base import Completion, RolloutEngine, SamplingParams, end_tokens
+from rlkv.rollout.base import (
+    Completion,
+    RolloutEngine,
+    Rows,
+    Sample,
+    SamplingParams,
+    end_tokens,
+    gate_version,
+)
 from rlkv.rollout.decoding import Decoding, Row, StopRule
 
 NewCache = Callable[[int, list[int]], Cache | None]
@@ -93,3 +103,79 @@ class HFEngine(RolloutEngine):
         assert row.finish_reason is not None
         text = str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True))
         return Completion(row.token_ids, text, row.finish_reason, row.seconds)
+
+
+def roll_out(
+    model: PreTrainedModel,
+    rows: Rows,
+    sampling: SamplingParams,
+    eos_ids: list[int],
+    pad_id: int,
+    max_rows: int,
+    sharded: bool = False,
+) -> Iterator[Row]:
+    """Yield a completion per row, with log-probabilities, in the order of their ends.
+
+    Args:
+        model: in eval mode, on its device.
+        rows: their numbers count among the rows of all processes, ``rows.rollout`` since the start
+            of training.
+        max_rows: rows decoded at once.
+        sharded: as of :class:`~rlkv.rollout.decoding.Decoding`.
+    """
+    decoding = Decoding(
+        model,
+        sampling,
+        eos_ids,
+        pad_id,
+        max_rows,
+        new_cache=lambda limit, rows: full_cache(model.config, limit),
+        rollout=rows.rollout,
+        logprobs=True,
+        sharded=sharded,
+    )
+    return decoding.run(rows.prompts, rows.numbers)
+
+
+class GatedHFEngine:
+    """A :class:`~rlkv.rollout.base.GatedEngine`: a model with gates, ``max_rows`` rows at once."""
+
+    def __init__(
+        self, model: PreTrainedModel, sizes: LocalSizes, pad_id: int, max_rows: int = 64
+    ) -> None:
+        """``model`` should be on its device; all gates are 1 at first."""
+        from peft import get_peft_model  # not needed to serve: the extra `train` has it
+
+        from rlkv.attention import head_gate
+
+        config = head_gate.HeadGateConfig(sink=sizes.sink, window=sizes.window)
+        self.model: Any = get_peft_model(model, config).eval()
+        self.pad_id = pad_id
+        self.max_rows = max_rows
+        self._head_gate = head_gate
+
+    def gates(self) -> Tensor:
+        """Return the gates, float32 ``[num_layers, num_kv_heads]``."""
+        return self._head_gate.gates_matrix(self.model)
+
+    def set_gates(self, alpha_LH: Tensor) -> str:
+        """Sample under these gates from now on, and return their version.
+
+        Raises:
+            ValueError: for gates of another shape.
+        """
+        expected = self.gates().shape
+        if alpha_LH.shape != expected:
+            raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
+        self._head_gate.set_gates(self.model, alpha_LH)
+        return gate_version(self.gates())
+
+    def sample(
+        self, rows: Rows, sampling: SamplingParams, eos_ids: list[int]
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yield ``(index into rows.prompts, sample)`` as rows end, the longest prompts first."""
+        base = self.model.get_base_model()
+        version = gate_version(self.gates())
+        for row in roll_out(base, rows, sampling, eos_ids, self.pad_id, self.max_rows):
+            assert row.finish_reason is not None
+            yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason, version)

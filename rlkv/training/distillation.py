@@ -1,5 +1,4 @@
-"""Gates by distillation: mixed attention is pulled to what full attention computes, an L1 term
-pulls gates to 0.
+"""Gates by distillation: mixed attention is pulled to full attention, gates are pulled to 0.
 
 Two losses on chosen tokens of a text, both plus ``l1_weight * mean(alpha)``:
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -63,403 +62,14 @@ from rlkv.utils.files import TEXT_SIZE, curve_figure, read_log, save_figure
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest
 
-# the samples of a step (0-based): the same at every call, so that a resumed run continues with the
-# same samples
+# the samples of a step (0-based): the same at every call, so that a resumed run goes on with them
 Draw = Callable[[int], list[MarkedText]]
-
-
-def read_traces(
-    path: str, tokenizer: Any, template: str, max_length: int, least: int = 1
-) -> list[MarkedText]:
-    """The curriculum's problems with their recorded outputs.
-
-    Every token of an output counts, the end token included.
-
-    Texts of more than ``max_length`` tokens are cut there; those with fewer than ``least`` output
-    tokens are left out.
-
-    Raises:
-        ValueError: for an unreadable file, rows without outputs, or if nothing is left.
-    """
-    samples = []
-    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
-        if not isinstance(row["output"], str) or not row["output"].strip():
-            raise ValueError(
-                f"{path}: the output of row {number} is empty: filter again with this model"
-            )
-        prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
-        ids = (*prompt, *encode(tokenizer, row["output"]), tokenizer.eos_token_id)[:max_length]
-        if len(ids) - len(prompt) >= least:
-            samples.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
-    if not samples:
-        raise ValueError(
-            f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
-        )
-    return samples
-
-
-def in_epochs(samples: list[MarkedText], batch_size: int, seed: int) -> Draw:
-    """Every sample once an epoch, in an order that depends on (seed, epoch) alone."""
-
-    def at(place: int) -> MarkedText:
-        epoch, index = divmod(place, len(samples))
-        order = list(range(len(samples)))
-        random.Random(f"rlkv-distill-{seed}-{epoch}").shuffle(order)
-        return samples[order[index]]
-
-    return lambda step: [at(step * batch_size + i) for i in range(batch_size)]
-
-
-def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
-    """``(draw, what a run notes of its data)``; the digest ties a resumed run to the same texts.
-
-    Raises:
-        ValueError: for files or settings that give no samples.
-    """
-    if settings.data == "traces":
-        if settings.curriculum is None:
-            raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
-        template = choose_template(settings.template, model=settings.model)
-        least = (
-            2 if settings.prefill == "full" else 1
-        )  # a first one is predicted by the prompt alone
-        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
-        facts = {"samples": len(traces), "data_digest": digest([trace.ids for trace in traces])}
-        return in_epochs(traces, settings.batch_size, settings.seed), facts
-    draw_one: Callable[[random.Random], MarkedText]
-    if knows_bindings(tokenizer):
-        if settings.haystack is not None:
-            raise ValueError(
-                f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
-                "definitions of its task"
-            )
-        facts = {"recall_task": "bindings of the tiny task"}
-        draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
-    else:
-        haystack = (
-            None if settings.haystack is None else read_haystack(settings.haystack, tokenizer)
-        )
-        facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
-        sizes = (
-            settings.passkeys,
-            settings.passkey_words,
-            settings.min_length,
-            settings.max_length,
-        )
-        draw_one = TextRecall(tokenizer, haystack, *sizes).draw
-
-    def draw(step: int) -> list[MarkedText]:
-        rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
-        return [draw_one(rng) for _ in range(settings.batch_size)]
-
-    draw(0)  # settings that give no samples fail here, not after the model is loaded
-    return draw, facts
-
-
-PADDING = 0  # on both sides, where no token sees it
-
-
-class PromptLayer(DynamicLayer):
-    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are when later tokens are
-    read.
-    """
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The prompts' states, and the new ones after them."""
-        assert self.keys is not None
-        assert self.values is not None
-        return torch.cat([self.keys, key_states], dim=2), torch.cat(
-            [self.values, value_states], dim=2
-        )
-
-
-class TraceBatch(NamedTuple):
-    """Texts whose prompts, with prompts in full, are in ``past`` and padded on the left.
-
-    Attributes:
-        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B,
-            T]``.
-        mask_BK: real tokens, int64 ``[B, P + T]``.
-        row_N, position_N, answer_N: the states that predict answers, and those answers; int64
-            ``[N]``.
-        past: what was read in full; None if P is 0.
-    """
-
-    ids_BT: Tensor
-    position_BT: Tensor
-    mask_BK: Tensor
-    row_N: Tensor
-    position_N: Tensor
-    answer_N: Tensor
-    past: Cache | None
-
-    def call(self) -> dict[str, Any]:
-        """Arguments of the decoder."""
-        call = {
-            "input_ids": self.ids_BT,
-            "position_ids": self.position_BT,
-            "attention_mask": self.mask_BK,
-        }
-        return {**call, "past_key_values": self.past, "use_cache": False}
-
-    def states(self, decoder: Any) -> Tensor:
-        """Last hidden states ``[N, D]`` of the positions that predict the answers."""
-        return decoder(**self.call())[0][self.row_N, self.position_N]
-
-
-@torch.no_grad()
-def make_batch(
-    decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device
-) -> TraceBatch:
-    """A batch on ``device``; ``decoder``, with full attention, reads the prompts where they are in
-    full.
-
-    A prompt ends before the first answer, whose prediction is then not the masks'.
-    """
-    cuts = [text.answers[0] if prompts_in_full else 0 for text in texts]
-    split, pairs = max(cuts), list(zip(texts, cuts, strict=True))
-    ids = torch.full((len(texts), split + max(len(text.ids) - cut for text, cut in pairs)), PADDING)
-    mask = torch.zeros_like(ids)
-    for row, (text, cut) in enumerate(pairs):
-        columns = slice(split - cut, split - cut + len(text.ids))
-        ids[row, columns], mask[row, columns] = torch.tensor(text.ids), 1
-    ids, mask = ids.to(device), mask.to(device)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    places = [
-        (row, at - 1 - cut)
-        for row, (text, cut) in enumerate(pairs)
-        for at in text.answers
-        if at > cut
-    ]
-    row_N, position_N = torch.tensor(places, device=device).T
-    answer_N = ids[row_N, split + position_N + 1]
-    past = None
-    if split:
-        prompt = {
-            "input_ids": ids[:, :split],
-            "position_ids": position[:, :split],
-            "attention_mask": mask[:, :split],
-        }
-        cache = decoder(**prompt, use_cache=True).past_key_values
-        past = Cache(layers=[_kept(layer) for layer in cache.layers])
-    return TraceBatch(ids[:, split:], position[:, split:], mask, row_N, position_N, answer_N, past)
-
-
-def _kept(layer: Any) -> PromptLayer:
-    kept = PromptLayer()
-    kept.lazy_initialization(layer.keys, layer.values)
-    kept.keys, kept.values = layer.keys, layer.values
-    return kept
-
-
-TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
-# the learning rate starts and ends at this share of its peak (2410.10819, section on training)
-SLOWEST = 0.1
-
-
-def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
-    """``mean_d (full - mixed)^2`` per token, in float32 or wider: ``[N]``."""
-    wide = torch.promote_types(torch.float32, mixed_ND.dtype)
-    return (full_ND.to(wide) - mixed_ND.to(wide)).square().mean(-1)
-
-
-def log_probabilities(logits_NV: Tensor) -> Tensor:
-    """In float32 or wider."""
-    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
-
-
-class _KLOfStates(torch.autograd.Function):
-    """The gradient is made next to the value, piece by piece, as no logits are kept:
-
-    ``dKL/dlogits = mixed - full``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mixed_ND: Tensor, full_ND: Tensor, head: nn.Module) -> Tensor:
-        kl, gradient = [], []
-        for mixed, full in zip(
-            mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True
-        ):
-            with torch.enable_grad():
-                state = mixed.detach().requires_grad_()
-                logits = head(state)
-            expected, found = log_probabilities(head(full)), log_probabilities(logits.detach())
-            kl.append((expected.exp() * (expected - found)).sum(-1))
-            gradient += torch.autograd.grad(
-                logits, state, (found.exp_() - expected.exp_()).to(logits.dtype)
-            )
-        ctx.save_for_backward(torch.cat(gradient))
-        return torch.cat(kl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer_N: Tensor) -> tuple[Tensor, None, None]:
-        (gradient_ND,) = ctx.saved_tensors
-        return (outer_N[0][:, None] * gradient_ND).to(gradient_ND.dtype), None, None
-
-
-def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
-    """``sum_v p_full (log p_full - log p_mixed)`` per token in nats, in float32 or wider: ``[N]``.
-
-    ``head`` makes the logits of hidden states; the gradient goes to ``mixed_ND`` only.
-    """
-    return _KLOfStates.apply(mixed_ND, full_ND, head)
-
-
-@torch.no_grad()
-def count_right(head: nn.Module, states_ND: Tensor, answer_N: Tensor) -> int:
-    """Tokens that are the argmax of their state's logits."""
-    pairs = zip(states_ND.split(TOKENS_AT_ONCE), answer_N.split(TOKENS_AT_ONCE), strict=True)
-    return sum(int((head(states).argmax(-1) == answers).sum()) for states, answers in pairs)
-
-
-def lr_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate at ``step`` (0-based): up over the first fifth, down over the
-    last.
-    """
-    fifth = max(1, steps // 5)
-    return min(1.0, max(SLOWEST, (step + 1) / fifth), max(SLOWEST, (steps - step) / fifth))
-
-
-def check_head(model: Any, ids: Sequence[int]) -> None:
-    """Raise ``ValueError`` if the model's logits are not its output embeddings applied to its last
-    hidden states.
-    """
-    ids_BT = torch.tensor([list(ids)], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=ids_BT, use_cache=False).logits
-        again = model.get_output_embeddings()(
-            model.get_decoder()(input_ids=ids_BT, use_cache=False)[0]
-        )
-    if not torch.allclose(logits.float(), again.float(), rtol=1e-2, atol=1e-2):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the output embeddings (scaled or "
-            "capped), which the "
-            "KL of next tokens does not know: take rlkv-distill --data recall, which needs no "
-            "logits"
-        )
-
-
-def check_layers(model: Any) -> None:
-    """Raise ``ValueError`` unless every layer of the model has full attention, as prompts in full
-    need.
-    """
-    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
-        raise ValueError(
-            "some layers of this model have no full attention: heads of such models cannot be "
-            "ranked"
-        )
-
-
-class Distiller:
-    """The optimizer step on the gates of a PEFT model:
-
-    AdamW without weight decay, clamp to [0, 1] after each step.
-
-    Args:
-        model: wrapped with :class:`rlkv.attention.head_gate.HeadGateConfig`, on its device.
-    """
-
-    def __init__(self, model: Any, settings: DistillSettings) -> None:
-        self.model, self.settings = model, settings
-        self.base = model.get_base_model()
-        self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(model)]
-        self.optimizer = torch.optim.AdamW(self.gates, lr=settings.learning_rate, weight_decay=0.0)
-        self.gate_mean = GateMean()
-        self.step = 0
-
-    def _batches(self, samples: Sequence[MarkedText]) -> Iterator[tuple[TraceBatch, Tensor]]:
-        """With the states ``[N, D]`` of full attention."""
-        ordered, rows = (
-            sorted(samples, key=lambda sample: len(sample.ids)),
-            self.settings.forward_rows,
-        )
-        decoder, in_full = self.base.get_decoder(), self.settings.prefill == "full"
-        for start in range(0, len(ordered), rows):
-            with torch.no_grad(), self.model.disable_adapter():
-                batch = make_batch(
-                    decoder, ordered[start : start + rows], in_full, self.base.device
-                )
-                full_ND = batch.states(decoder)
-            yield batch, full_ND
-
-    def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
-        """One optimizer step; its record (``teacher/right``: share of the answers that full
-        attention predicts).
-        """
-        started, cpu_started = time.perf_counter(), time.process_time()
-        settings, head = self.settings, self.base.get_output_embeddings()
-        predicted = (
-            len(samples) if settings.prefill == "full" else 0
-        )  # a first answer is read with the prompt
-        answers = sum(len(sample.answers) for sample in samples) - predicted
-        rate = settings.learning_rate * lr_factor(self.step, settings.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        distilled, right = 0.0, 0
-        for batch, full_ND in self._batches(samples):
-            right += count_right(head, full_ND, batch.answer_N)
-            mixed_ND, by_kl = batch.states(self.base.get_decoder()), settings.loss_kind == "kl"
-            per_token = (
-                kl_of_states(head, mixed_ND, full_ND)
-                if by_kl
-                else squared_distance(mixed_ND, full_ND)
-            )
-            loss = per_token.sum() / answers
-            loss.backward()
-            distilled += loss.item()
-        l1 = torch.cat(self.gates).mean()
-        (settings.l1_weight * l1).backward()
-        norm = torch.cat([gate.grad for gate in self.gates if gate.grad is not None]).norm().item()
-        if not math.isfinite(norm):
-            raise ValueError(
-                f"the gradients of step {self.step + 1} are not finite: try --dtype float32, or "
-                "resume with the same "
-                "command, which goes on from the last checkpoint"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        for gate in self.gates:
-            clamp_gate(gate)
-        self.step += 1
-        self.gate_mean.on_step_end(None, None, None, model=self.model)
-        return {
-            "loss/distill": distilled,
-            "loss/l1": l1.item(),
-            "loss/total": distilled + settings.l1_weight * l1.item(),
-            "teacher/right": right / answers,
-            "tokens/answers": answers,
-            **gate_shares(gates_matrix(self.model)),
-            "gates/grad_norm": norm,
-            "train/learning_rate": rate,
-            "time/step_s": time.perf_counter() - started,
-            "time/step_cpu_s": time.process_time() - cpu_started,
-        }
-
-    def state(self) -> dict[str, Any]:
-        """All that a resumed run needs besides its settings."""
-        alphas = [gate.detach().cpu() for gate in self.gates]
-        optimizer = self.optimizer.state_dict()
-        return {
-            "step": self.step,
-            "alphas": alphas,
-            "optimizer": optimizer,
-            "gate_mean": self.gate_mean.state(),
-        }
-
-    @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        for gate, alpha in zip(self.gates, state["alphas"], strict=True):
-            gate.copy_(alpha)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.gate_mean.load(state["gate_mean"])
-        self.step = state["step"]
-
 
 STATE = "state.pt"
 CHECKPOINTS_KEPT = 2
+TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
+# the learning rate starts and ends at this share of its peak (2410.10819, section on training)
+SLOWEST = 0.1
 CURVES = (
     ("gates/mean", "mean gate"),
     ("gates/below_0.5", "gates below 0.5"),
@@ -486,6 +96,19 @@ def distill_gates(
     if settings.data == "traces":
         settings = settings.with_curriculum()
     draw, facts = load_data(settings, tokenizer)
+    return distill(settings, draw, facts, model)
+
+
+def distill(
+    settings: DistillSettings,
+    draw: Draw,
+    facts: dict[str, Any],
+    model: PreTrainedModel | None = None,
+) -> HeadGates:
+    """Start or resume a run on loaded data, and export it; ``facts``: what it notes of them.
+
+    The model is loaded, where none is given, once the folder has been checked.
+    """
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
     run = RunFolder(Path(settings.output_dir), settings, config)
@@ -512,7 +135,7 @@ def distill_gates(
             distiller.load(load_tensors(run.checkpoint / STATE))
         callbacks = [*run.loggers(make_gates), StopOnTermination()]
         run.write_config()
-        _loop(distiller, draw, run.path, callbacks)
+        train(distiller, draw, run.path, callbacks)
         gates = make_gates()
     finally:
         if settings.gradient_checkpointing:
@@ -523,16 +146,16 @@ def distill_gates(
     return gates
 
 
-def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[TrainerCallback]) -> None:
-    """Steps, log records and checkpoints until ``settings.steps``.
+def train(
+    distiller: Distiller, draw: Draw, folder: Path, callbacks: Sequence[TrainerCallback]
+) -> None:
+    """Make steps, log records and checkpoints until ``settings.steps``.
 
     The callbacks are those of ``rlkv-train``.
     """
     settings = distiller.settings
-    state, control = (
-        TrainerState(global_step=distiller.step, max_steps=settings.steps),
-        TrainerControl(),
-    )
+    state = TrainerState(global_step=distiller.step, max_steps=settings.steps)
+    control = TrainerControl()
 
     def notify(event: str, **values: Any) -> None:
         for callback in callbacks:
@@ -541,32 +164,416 @@ def _loop(distiller: Distiller, draw: Draw, folder: Path, callbacks: list[Traine
     notify("on_train_begin")
     with progress_bar(f"distil {settings.data}", "step", settings.steps) as progress:
         progress.resume(distiller.step)
-        while distiller.step < settings.steps:
+        while distiller.step < settings.steps and not control.should_training_stop:
             record = distiller.train_step(draw(distiller.step))
             state.global_step = distiller.step
             notify("on_step_end")
             notify("on_log", logs=record)
             due = distiller.step % settings.save_steps == 0 or distiller.step == settings.steps
             if due or control.should_save:
-                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as target:
-                    save_tensors(target / STATE, distiller.state())
+                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as checkpoint:
+                    save_tensors(checkpoint / STATE, distiller.state())
             progress.advance()
-            if control.should_training_stop:
-                break
     notify("on_train_end")
 
 
+class Distiller:
+    """The optimizer step: AdamW without weight decay, gates clamped to [0, 1] after each step.
+
+    Args:
+        model: wrapped with :class:`rlkv.attention.head_gate.HeadGateConfig`, on its device.
+    """
+
+    def __init__(self, model: Any, settings: DistillSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.base = model.get_base_model()
+        self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(model)]
+        self.optimizer = torch.optim.AdamW(self.gates, lr=settings.learning_rate, weight_decay=0.0)
+        self.gate_mean = GateMean()
+        self.step = 0
+
+    def train_step(self, samples: Sequence[MarkedText]) -> dict[str, float]:
+        """Make an optimizer step and return its record.
+
+        ``teacher/right`` is the share of the answers that full attention predicts.
+        """
+        started = time.perf_counter()
+        cpu_started = time.process_time()
+        settings = self.settings
+        answers = sum(len(sample.answers) for sample in samples)
+        if settings.prefill == "full":
+            answers -= len(samples)  # a first answer is read with the prompt
+        rate = settings.learning_rate * lr_factor(self.step, settings.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        ordered = sorted(samples, key=lambda sample: len(sample.ids))
+        distilled = 0.0
+        right = 0
+        for first in range(0, len(ordered), settings.forward_rows):
+            loss, found = self._backward(ordered[first : first + settings.forward_rows], answers)
+            distilled += loss
+            right += found
+        l1 = torch.cat(self.gates).mean()
+        (settings.l1_weight * l1).backward()
+        norm = torch.cat([gate.grad for gate in self.gates if gate.grad is not None]).norm().item()
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"the gradients of step {self.step + 1} are not finite: try --dtype float32, or "
+                "resume with the same command, which goes on from the last checkpoint"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for gate in self.gates:
+            clamp_gate(gate)
+        self.step += 1
+        self.gate_mean.on_step_end(None, None, None, model=self.model)
+        return {
+            "loss/distill": distilled,
+            "loss/l1": l1.item(),
+            "loss/total": distilled + settings.l1_weight * l1.item(),
+            "teacher/right": right / answers,
+            "tokens/answers": answers,
+            **gate_shares(gates_matrix(self.model)),
+            "gates/grad_norm": norm,
+            "train/learning_rate": rate,
+            "time/step_s": time.perf_counter() - started,
+            "time/step_cpu_s": time.process_time() - cpu_started,
+        }
+
+    def _backward(self, samples: Sequence[MarkedText], answers: int) -> tuple[float, int]:
+        """Add gradients; return the loss, and how many answers full attention predicts."""
+        decoder = self.base.get_decoder()
+        head = self.base.get_output_embeddings()
+        with torch.no_grad(), self.model.disable_adapter():
+            in_full = self.settings.prefill == "full"
+            batch = make_batch(decoder, samples, in_full, self.base.device)
+            full_ND = batch.states(decoder)
+            right = count_right(head, full_ND, batch.answer_N)
+        mixed_ND = batch.states(decoder)
+        if self.settings.loss_kind == "kl":
+            per_token = kl_of_states(head, mixed_ND, full_ND)
+        else:
+            per_token = squared_distance(mixed_ND, full_ND)
+        loss = per_token.sum() / answers
+        loss.backward()
+        return loss.item(), right
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a resumed run needs besides its settings."""
+        return {
+            "step": self.step,
+            "alphas": [gate.detach().cpu() for gate in self.gates],
+            "optimizer": self.optimizer.state_dict(),
+            "gate_mean": self.gate_mean.state(),
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        for gate, alpha in zip(self.gates, state["alphas"], strict=True):
+            gate.copy_(alpha)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.gate_mean.load(state["gate_mean"])
+        self.step = state["step"]
+
+
+# --- data
+
+
+def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
+    """Return the draw of samples, and what a run notes of its data.
+
+    The digest among the notes ties a resumed run to the same texts.
+
+    Raises:
+        ValueError: for files or settings that give no samples.
+    """
+    if settings.data == "traces":
+        if settings.curriculum is None:
+            raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
+        template = choose_template(settings.template, model=settings.model)
+        # a first output token is predicted by the prompt alone
+        least = 2 if settings.prefill == "full" else 1
+        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
+        return in_epochs(traces, settings), facts_of(traces)
+    draw_one: Callable[[random.Random], MarkedText]
+    if not knows_bindings(tokenizer):
+        haystack = settings.haystack and read_haystack(settings.haystack, tokenizer)
+        facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
+        draw_one = TextRecall(
+            tokenizer,
+            haystack,
+            settings.passkeys,
+            settings.passkey_words,
+            settings.min_length,
+            settings.max_length,
+        ).draw
+    elif settings.haystack is None:
+        facts = {"recall_task": "bindings of the tiny task"}
+        draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
+    else:
+        raise ValueError(
+            f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
+            "definitions of its task"
+        )
+
+    def draw(step: int) -> list[MarkedText]:
+        rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
+        return [draw_one(rng) for _ in range(settings.batch_size)]
+
+    draw(0)  # settings that give no samples fail here, not after the model is loaded
+    return draw, facts
+
+
+def read_traces(
+    path: str, tokenizer: Any, template: str, max_length: int, least: int = 1
+) -> list[MarkedText]:
+    """Read the curriculum's problems with their recorded outputs, whose tokens are the answers.
+
+    The end token counts too.  Texts of more than ``max_length`` tokens are cut there; those with
+    fewer than ``least`` output tokens are left out.
+
+    Raises:
+        ValueError: for an unreadable file, rows without outputs, or if nothing is left.
+    """
+    traces = []
+    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
+        if not isinstance(row["output"], str) or not row["output"].strip():
+            raise ValueError(
+                f"{path}: the output of row {number} is empty: filter again with this model"
+            )
+        prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
+        output = encode(tokenizer, row["output"])
+        ids = (*prompt, *output, tokenizer.eos_token_id)[:max_length]
+        if len(ids) - len(prompt) >= least:
+            traces.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
+    if not traces:
+        raise ValueError(
+            f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
+        )
+    return traces
+
+
+def in_epochs(samples: list[MarkedText], settings: DistillSettings) -> Draw:
+    """Draw every sample once an epoch, in an order that depends on (seed, epoch) alone."""
+
+    def at(place: int) -> MarkedText:
+        epoch, index = divmod(place, len(samples))
+        order = list(range(len(samples)))
+        random.Random(f"rlkv-distill-{settings.seed}-{epoch}").shuffle(order)
+        return samples[order[index]]
+
+    size = settings.batch_size
+    return lambda step: [at(step * size + i) for i in range(size)]
+
+
+def facts_of(samples: list[MarkedText]) -> dict[str, Any]:
+    """Return what a run notes of its texts."""
+    return {"samples": len(samples), "data_digest": digest([text.ids for text in samples])}
+
+
+# --- batches of solutions
+
+
+class PromptLayer(DynamicLayer):
+    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the prompts' states and the new ones after them, which are not kept."""
+        keys = torch.cat([self.keys, key_states], dim=2)
+        return keys, torch.cat([self.values, value_states], dim=2)
+
+
+class TraceBatch(NamedTuple):
+    """Texts whose prompts, with prompts in full, are in ``past`` and padded on the left.
+
+    Attributes:
+        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B,
+            T]``.
+        mask_BK: real tokens, int64 ``[B, P + T]``.
+        row_N, position_N, answer_N: the states that predict answers, and those answers; int64
+            ``[N]``.
+        past: what was read in full; None if P is 0.
+    """
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    mask_BK: Tensor
+    row_N: Tensor
+    position_N: Tensor
+    answer_N: Tensor
+    past: Cache | None
+
+    def states(self, decoder: Any) -> Tensor:
+        """Return last hidden states ``[N, D]`` of the positions that predict the answers."""
+        states_BTD = decoder(
+            input_ids=self.ids_BT,
+            position_ids=self.position_BT,
+            attention_mask=self.mask_BK,
+            past_key_values=self.past,
+            use_cache=False,
+        )[0]
+        return states_BTD[self.row_N, self.position_N]
+
+
+@torch.no_grad()
+def make_batch(
+    decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device
+) -> TraceBatch:
+    """Make a batch on ``device``; ``decoder``, with full attention, reads prompts in full.
+
+    A prompt ends before the first answer, whose prediction is then not the masks'.
+    """
+    cuts = [text.answers[0] if prompts_in_full else 0 for text in texts]
+    split = max(cuts)
+    longest = max(len(text.ids) - cut for text, cut in zip(texts, cuts, strict=True))
+    # padding of token 0 on both sides, where no token sees it
+    ids = torch.zeros(len(texts), split + longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    places = []
+    for row, (text, cut) in enumerate(zip(texts, cuts, strict=True)):
+        columns = slice(split - cut, split - cut + len(text.ids))
+        ids[row, columns] = torch.tensor(text.ids)
+        mask[row, columns] = 1
+        places += [(row, answer - 1 - cut) for answer in text.answers if answer > cut]
+    ids = ids.to(device)
+    mask = mask.to(device)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    row_N, position_N = torch.tensor(places, device=device).T
+    past = None
+    if split:
+        cache = decoder(
+            input_ids=ids[:, :split],
+            position_ids=position[:, :split],
+            attention_mask=mask[:, :split],
+            use_cache=True,
+        ).past_key_values
+        past = Cache(layers=[PromptLayer(layer.keys, layer.values) for layer in cache.layers])
+    return TraceBatch(
+        ids_BT=ids[:, split:],
+        position_BT=position[:, split:],
+        mask_BK=mask,
+        row_N=row_N,
+        position_N=position_N,
+        answer_N=ids[row_N, split + position_N + 1],
+        past=past,
+    )
+
+
+# --- losses
+
+
+def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
+    """Return ``mean_d (full - mixed)^2`` per token, in float32 or wider: ``[N]``."""
+    wide = torch.promote_types(torch.float32, mixed_ND.dtype)
+    return (full_ND.to(wide) - mixed_ND.to(wide)).square().mean(-1)
+
+
+def log_probabilities(logits_NV: Tensor) -> Tensor:
+    """Return log-probabilities in float32 or wider."""
+    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
+
+
+class _KLOfStates(torch.autograd.Function):
+    """Makes the gradient next to the value, piece by piece, as no logits are kept.
+
+    ``dKL/dlogits = mixed - full``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mixed_ND: Tensor, full_ND: Tensor, head: nn.Module) -> Tensor:
+        kl = []
+        gradient = []
+        pieces = zip(mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True)
+        for mixed, full in pieces:
+            with torch.enable_grad():
+                state = mixed.detach().requires_grad_()
+                logits = head(state)
+            expected = log_probabilities(head(full))
+            found = log_probabilities(logits.detach())
+            kl.append((expected.exp() * (expected - found)).sum(-1))
+            outer = (found.exp_() - expected.exp_()).to(logits.dtype)
+            gradient += torch.autograd.grad(logits, state, outer)
+        ctx.save_for_backward(torch.cat(gradient))
+        return torch.cat(kl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer_N: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_ND,) = ctx.saved_tensors
+        return (outer_N[0][:, None] * gradient_ND).to(gradient_ND.dtype), None, None
+
+
+def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
+    """Return ``sum_v p_full (log p_full - log p_mixed)`` per token, in nats: ``[N]``.
+
+    It is float32 or wider.  ``head`` makes the logits of hidden states; the gradient goes to
+    ``mixed_ND`` only.
+    """
+    return _KLOfStates.apply(mixed_ND, full_ND, head)
+
+
+@torch.no_grad()
+def count_right(head: nn.Module, states_ND: Tensor, answer_N: Tensor) -> int:
+    """Count tokens that are the argmax of their state's logits."""
+    right = 0
+    pieces = zip(states_ND.split(TOKENS_AT_ONCE), answer_N.split(TOKENS_AT_ONCE), strict=True)
+    for states, answers in pieces:
+        right += int((head(states).argmax(-1) == answers).sum())
+    return right
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at ``step`` (0-based).
+
+    It goes up over the first fifth of the steps and down over the last.
+    """
+    fifth = max(1, steps // 5)
+    return min(1.0, max(SLOWEST, (step + 1) / fifth), max(SLOWEST, (steps - step) / fifth))
+
+
+# --- models that are refused
+
+
+def check_head(model: Any, ids: Sequence[int]) -> None:
+    """Raise ``ValueError`` if logits are not the output embeddings of the last hidden states."""
+    ids_BT = torch.tensor([list(ids)], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids_BT, use_cache=False).logits
+        states = model.get_decoder()(input_ids=ids_BT, use_cache=False)[0]
+        again = model.get_output_embeddings()(states)
+    if not torch.allclose(logits.float(), again.float(), rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output embeddings (scaled or "
+            "capped), which the KL of next tokens does not know: take rlkv-distill --data recall, "
+            "which needs no logits"
+        )
+
+
+def check_layers(model: Any) -> None:
+    """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
+    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
+        raise ValueError(
+            "some layers of this model have no full attention: heads of such models cannot be "
+            "ranked"
+        )
+
+
 def plot_losses(records: list[dict[str, Any]], path: Path, settings: DistillSettings) -> None:
-    """Both terms of the loss over the steps, the L1 term with its weight, on a logarithmic axis."""
+    """Plot both terms of the loss, the L1 term with its weight, on a logarithmic axis."""
     figure, axes = curve_figure(f"Distillation on {settings.data}", "optimizer step", "loss")
     steps = [record["step"] for record in records]
-    axes.plot(
-        steps,
-        [record["loss/distill"] for record in records],
-        label=settings.loss_kind,
-        linewidth=0.8,
-    )
+    distilled = [record["loss/distill"] for record in records]
     weighted = [settings.l1_weight * record["loss/l1"] for record in records]
+    axes.plot(steps, distilled, label=settings.loss_kind, linewidth=0.8)
     axes.plot(steps, weighted, label=f"L1, weight {settings.l1_weight:g}")
     axes.set_yscale("log")
     axes.legend(fontsize=TEXT_SIZE)

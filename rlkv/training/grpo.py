@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,212 +12,41 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from rlkv.attention import LocalSizes
 from rlkv.attention.head_gate import set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer
 from rlkv.models.prompts import build_messages, choose_template
-from rlkv.rollout.footprint import card_of, free_memory
+from rlkv.rollout.base import GatedEngine
+from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable, hold_out
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder, SampleLog, load_tensors
+from rlkv.training.run_folder import RunFolder, SampleLog
 from rlkv.training.sharding import load_as, not_loading
-from rlkv.training.trainer import (
-    GATE_MEAN,
-    STABLE,
-    Reward,
-    RLKVTrainer,
-    open_engine,
-    verifier_reward,
-)
+from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
 
-
-def apply_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace these parts of ``model``, which is not yet wrapped.
-
-    ``device`` is where it will be trained.
-
-    Rotary embeddings are replaced for all models of this family in the process.  Not run on a GPU
-    yet.
-
-    Raises:
-        ValueError: without a GPU, without the package ``liger-kernel``, or for a family that it
-            does not know.
-    """
-    if device.type != "cuda":
-        raise ValueError(
-            f"liger_kernels needs a CUDA GPU, and this runs on {device.type}: leave it out"
-        )
-    liger = require("liger_kernel.transformers.monkey_patch", "liger")
-    family = model.config.model_type
-    if family not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(
-            f"liger-kernel has no kernels for models of type {family}: leave liger_kernels out"
-        )
-    # its losses would replace the output head, which the objective calls itself
-    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    liger._apply_liger_kernel_to_instance(model, rope=True, rms_norm=True, swiglu=True, **losses)
-
-
 DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects
-
-
-def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
-    """Columns ``prompt`` (messages) and ``answer``: a curriculum file, or new problems of the
-    built-in model's task.
-
-    Raises:
-        ValueError: if there is no curriculum, and as :func:`rlkv.data.problems.read_curriculum`.
-    """
-    if settings.curriculum is not None:
-        rows = read_curriculum(settings.curriculum)
-    elif settings.model != TINY:
-        raise ValueError(
-            "no problems to train on: pass --curriculum FILE, which `rlkv-filter --model "
-            f"{settings.model}` writes"
-        )
-    else:
-        room = args.max_completion_length or 0
-        fitting = [
-            n for n in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1) if longest_solution(n) <= room
-        ]
-        longest = max(fitting, default=MIN_DEFINITIONS)
-        number = max(DRAWN, args.prompts_per_rollout) + settings.held_out
-        rows = problems(number, args.seed, max_definitions=longest)
-        if args.process_index == 0:
-            print(
-                f"no --curriculum: training on {len(rows) - settings.held_out} problems of the "
-                "built-in task, of up to "
-                f"{longest} definitions, drawn with seed {args.seed}",
-                flush=True,
-            )
-    template = choose_template(settings.template, model=settings.model)
-    return Dataset.from_list(
-        [
-            {"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])}
-            for row in rows
-        ]
-    )
-
-
-def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the longest prompt."""
-    prompts: Any = tokenizer.apply_chat_template(
-        list(curriculum["prompt"]), add_generation_prompt=True
-    )
-    return max(map(len, prompts["input_ids"]))
-
-
-def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
-    """Return the tokens of the longest prompt, or an assumption where tokenizer or problems are not
-    at hand.
-    """
-    if settings.model not in BUILT_IN:
-        return PROMPT_TOKENS
-    try:
-        return longest_prompt(load_curriculum(settings, args), load_tokenizer(settings.model))
-    except ValueError:  # no curriculum yet
-        return PROMPT_TOKENS
-
-
-_TRAINING_KEYS = [
-    *[
-        "output_dir",
-        "run_name",
-        "seed",
-        "max_steps",
-        "num_train_epochs",
-        "prompts_per_step",
-        "num_generations",
-    ],
-    *[
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_completion_length",
-        "learning_rate",
-        "lr_scheduler_type",
-        "weight_decay",
-    ],
-    *[
-        "adam_beta1",
-        "adam_beta2",
-        "max_grad_norm",
-        "recipe",
-        "epsilon",
-        "importance_cap",
-        "num_iterations",
-    ],
-    *[
-        "steps_per_generation",
-        "generation_batch_size",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    ],
-    *["save_steps", "save_total_limit"],
-]
 CURVES = (
     ("reward/mean", "mean reward"),
     ("gates/mean", "mean gate"),
     ("gates/below_0.5", "gates below 0.5"),
     ("reward/zero_spread_share", "groups without spread"),
 )
-
-
-def least_free_memory(args: GateTrainingArguments) -> int | None:
-    """Free bytes of the fullest GPU, as all processes must choose the same engine.
-
-    None on a CPU.
-    """
-    free = free_memory(args.device)
-    if free is None or args.world_size == 1:
-        return free
-    return min(gather_object([free]))
-
-
-def run_config(
-    settings: RLKVSettings,
-    args: GateTrainingArguments,
-    curriculum: Dataset,
-    start: HeadGates | None,
-) -> dict[str, Any]:
-    """The settings that define a run, JSON-able, with digests of the problems and of the gates at
-    the start.
-    """
-    training = {key: getattr(args, key) for key in _TRAINING_KEYS}
-    found = {
-        **asdict(settings),
-        **training,
-        "processes": args.world_size,
-        "problems": digest(curriculum.to_list()),
-    }
-    found["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
-    if start is not None:
-        values = digest(start.alpha.numpy().tobytes())
-        found["init_gates"] = {
-            "digest": values,
-            **{key: start.training.get(key) for key in ("method", "steps")},
-        }
-    return json.loads(json.dumps(found, default=str))
-
-
-def is_finished(checkpoint: Path, trainer: RLKVTrainer, stop: StopWhenStable | None) -> bool:
-    """Whether the checkpoint is the end of its run, and ``trainer`` is not asked for more steps
-    now.
-    """
-    if stop is not None:
-        stop.load(load_tensors(checkpoint / GATE_MEAN)[STABLE])
-        if stop.ended:
-            return True
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-    return state.global_step >= steps
+# names of trl's options that define a run
+TRAINING_KEYS = """
+    output_dir run_name seed max_steps num_train_epochs prompts_per_step num_generations
+    temperature top_p top_k max_completion_length learning_rate lr_scheduler_type weight_decay
+    adam_beta1 adam_beta2 max_grad_norm recipe epsilon importance_cap num_iterations
+    steps_per_generation generation_batch_size per_device_train_batch_size
+    gradient_accumulation_steps save_steps save_total_limit
+"""
 
 
 def train_gates(
@@ -242,19 +73,17 @@ def train_gates(
         )
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
-        plan = make_plan(settings.with_curriculum(), args, machine)
-        settings = plan.announced()
+        settings = make_plan(settings.with_curriculum(), args, machine).announced()
     curriculum = load_curriculum(settings, args)
-    start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     taught, held_out = hold_out(curriculum, settings.held_out, args)
+    start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     config = run_config(settings, args, taught, start)
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     if model is None or tokenizer is None:
         dtype = dtype_name(settings.dtype, args.device)
         load_as(dtype)
-        model, tokenizer = load_model(
-            settings.model, dtype=dtype, device="cpu"
-        )  # the trainer moves it
+        # the trainer moves it
+        model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
     if settings.liger_kernels:
         apply_liger(model, args.device)
     if start is not None:
@@ -263,20 +92,17 @@ def train_gates(
     def make_gates() -> HeadGates:
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
 
-    main = args.process_index == 0
-    stop = None
+    every = list(callbacks or [])
     if settings.target_sparsity and settings.stable_steps:
-        stop = StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps)
-    measured = (
-        []
-        if held_out is None
-        else [HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer)]
-    )
-    samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
-    loggers = [*run.loggers(make_gates, samples), StepLine()] if main else []
-    extra = [*(callbacks or []), *([] if stop is None else [stop]), *measured, *loggers]
+        every.append(StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps))
+    if held_out is not None:
+        every.append(HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer))
+    main = args.process_index == 0
+    if main:
+        samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
+        every += [*run.loggers(make_gates, samples), StepLine()]
     with open_engine(settings, args, longest_prompt(curriculum, tokenizer)) as engine:
-        trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, extra, engine)
+        trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
             set_gates(trainer.model, start.alpha)
         trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
@@ -284,14 +110,179 @@ def train_gates(
             run.write_config()
         trainer.accelerator.wait_for_everyone()
         run.check_shared()
-        if run.checkpoint is not None and is_finished(run.checkpoint, trainer, stop):
+        if run.checkpoint is None:
+            trainer.train()
+        elif trainer.is_finished(run.checkpoint):
             trainer.restore(run.checkpoint)
         else:
-            trainer.train(
-                resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint)
-            )
+            trainer.train(resume_from_checkpoint=str(run.checkpoint))
     gates = make_gates()
     if main:
         run.export(gates, CURVES)
     trainer.accelerator.wait_for_everyone()
     return gates
+
+
+def least_free_memory(args: GateTrainingArguments) -> int | None:
+    """Return the free bytes of the fullest GPU, None on a CPU.
+
+    All processes must choose the same engine.
+    """
+    free = free_memory(args.device)
+    if free is None or args.world_size == 1:
+        return free
+    return min(gather_object([free]))
+
+
+def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
+    """Load a curriculum file, or draw new problems of the built-in model's task.
+
+    Returns:
+        Columns ``prompt`` (messages) and ``answer``.
+
+    Raises:
+        ValueError: if there is no curriculum, and as :func:`rlkv.data.problems.read_curriculum`.
+    """
+    if settings.curriculum is not None:
+        rows = read_curriculum(settings.curriculum)
+    elif settings.model == TINY:
+        rows = _draw_problems(settings, args)
+    else:
+        raise ValueError(
+            "no problems to train on: pass --curriculum FILE, which `rlkv-filter --model "
+            f"{settings.model}` writes"
+        )
+    template = choose_template(settings.template, model=settings.model)
+    return Dataset.from_list(
+        [
+            {"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])}
+            for row in rows
+        ]
+    )
+
+
+def _draw_problems(settings: RLKVSettings, args: GateTrainingArguments) -> list[dict[str, Any]]:
+    """Draw problems whose solutions fit into a completion."""
+    longest = MIN_DEFINITIONS
+    for number in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1):
+        if longest_solution(number) <= (args.max_completion_length or 0):
+            longest = number
+    taught = max(DRAWN, args.prompts_per_rollout)
+    if args.process_index == 0:
+        print(
+            f"no --curriculum: training on {taught} problems of the built-in task, of up to "
+            f"{longest} definitions, drawn with seed {args.seed}",
+            flush=True,
+        )
+    return problems(taught + settings.held_out, args.seed, max_definitions=longest)
+
+
+def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the tokens of the longest prompt."""
+    prompts: Any = tokenizer.apply_chat_template(
+        list(curriculum["prompt"]), add_generation_prompt=True
+    )
+    return max(map(len, prompts["input_ids"]))
+
+
+def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
+    """Return the tokens of the longest prompt, assumed where tokenizer or problems are missing."""
+    if settings.model not in BUILT_IN:
+        return PROMPT_TOKENS
+    try:
+        return longest_prompt(load_curriculum(settings, args), load_tokenizer(settings.model))
+    except ValueError:  # no curriculum yet
+        return PROMPT_TOKENS
+
+
+def run_config(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    curriculum: Dataset,
+    start: HeadGates | None,
+) -> dict[str, Any]:
+    """Return the settings that define a run, JSON-able.
+
+    Problems and gates at the start count by their digests, wherever their files are.
+    """
+    config = asdict(settings)
+    config |= {key: getattr(args, key) for key in TRAINING_KEYS.split()}
+    config["processes"] = args.world_size
+    config["problems"] = digest(curriculum.to_list())
+    config["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
+    if start is not None:
+        config["init_gates"] = {
+            "digest": digest(start.alpha.numpy().tobytes()),
+            "method": start.training.get("method"),
+            "steps": start.training.get("steps"),
+        }
+    return json.loads(json.dumps(config, default=str))
+
+
+@contextmanager
+def open_engine(
+    settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int
+) -> Iterator[GatedEngine | None]:
+    """Open what samples instead of the trainer's own model: an engine, or a client of servers.
+
+    Of servers only the main process has a client.  At the end an engine gives its memory back,
+    unless the trainer has a process group.
+
+    Raises:
+        ValueError: if the engine is not installed, a server cannot be reached, or it does not fit
+            the settings.
+    """
+    sizes = LocalSizes(settings.sink, settings.window)
+    positions = longest_prompt + (args.max_completion_length or 0)
+    if settings.rollout == "vllm-server" and args.process_index == 0:
+        from rlkv.rollout.remote import RolloutClient
+
+        client = RolloutClient(settings.servers, settings.rollout_patience)
+        client.check(sizes, positions)
+        yield client
+    elif settings.rollout == "vllm":
+        from rlkv.vllm.engine import VLLMEngine
+
+        # vLLM ends any process group with its own: also the trainer's, which it then uses too
+        alone = not torch.distributed.is_initialized()
+        engine = VLLMEngine(
+            settings.model,
+            sizes,
+            settings.dtype,
+            max_positions=positions,
+            kv_gib=settings.rollout_kv_gib or DEFAULT_KV_GIB,
+            max_rows=settings.rollout_rows or DEFAULT_ROWS,
+            enforce_eager=settings.rollout_eager,
+        )
+        with closing(engine) if alone else nullcontext():
+            yield engine
+    else:
+        yield None
+
+
+def apply_liger(model: PreTrainedModel, device: torch.device) -> None:
+    """Replace layers of ``model``, which is not yet wrapped, by Liger's kernels.
+
+    Rotary embeddings are replaced for all models of this family in the process.  Not run on a GPU
+    yet.
+
+    Args:
+        device: where the model will be trained.
+
+    Raises:
+        ValueError: without a GPU, without the package ``liger-kernel``, or for a family that it
+            does not know.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"liger_kernels needs a CUDA GPU, and this runs on {device.type}: leave it out"
+        )
+    liger = require("liger_kernel.transformers.monkey_patch", "liger")
+    family = model.config.model_type
+    if family not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(
+            f"liger-kernel has no kernels for models of type {family}: leave liger_kernels out"
+        )
+    # its losses would replace the output head, which the objective calls itself
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    liger._apply_liger_kernel_to_instance(model, rope=True, rms_norm=True, swiglu=True, **losses)

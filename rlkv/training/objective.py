@@ -2,10 +2,10 @@
 
 Maximised (arXiv 2510.08525)::
 
-    mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ] - beta'(rbar, tau) *
-    mean(alpha)
+    mean_i [ mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) ]
+        - beta'(rbar, tau) * mean(alpha)
 
-The published run averages, normalises and weighs otherwise: :mod:`rlkv.training.objective`.
+The published run averages, normalises and weighs otherwise: the recipe ``published``.
 
 Shapes: N samples in groups of G neighbours (the G samples of one prompt), T completion tokens.
 """
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0; the value that trl uses
-# that of the published run, 1e-5 for rewards of (r - 0.5) * 10, so that neither offset nor factor
-# is left to set
+# the published run has 1e-5 for rewards of (r - 0.5) * 10: so neither offset nor factor is left
 PUBLISHED_EPSILON = 1e-6
 
 
 def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
-    """``rbar``, each sample's group mean:
+    """Return ``rbar``, each sample's group mean: ``[N]``.
 
-    ``[N]``; ``ValueError`` if N is not a multiple of ``group_size``.
+    Raises:
+        ValueError: if N is not a multiple of ``group_size``.
     """
     if rewards_N.dim() != 1 or len(rewards_N) % group_size:
         raise ValueError(
@@ -39,43 +39,41 @@ def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
 
 
 def adaptive_weight(mean_reward: Tensor, beta: float, tau: float) -> Tensor:
-    """``beta'(rbar, tau) = 1[rbar > tau] * beta * (exp(rbar) - 1)``, elementwise.
+    """Return ``beta'(rbar, tau) = 1[rbar > tau] * beta * (exp(rbar) - 1)``, elementwise.
 
     ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
     """
-    return torch.where(
-        mean_reward > tau, beta * torch.expm1(mean_reward), torch.zeros_like(mean_reward)
-    )
+    return torch.where(mean_reward > tau, beta * torch.expm1(mean_reward), 0.0)
 
 
 def constant_weight(mean_reward: Tensor, beta: float) -> Tensor:
-    """``beta * (e - 1)`` whatever the reward: the ablation without adaptive weighting (arXiv
-    2510.08525, figure 8).
+    """Return ``beta * (e - 1)`` whatever the reward.
+
+    This is the ablation without adaptive weighting (arXiv 2510.08525, figure 8).
     """
     return torch.full_like(mean_reward, beta * math.expm1(1.0))
 
 
 def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:
-    """``mean_i beta'_i * mean(alpha)``, the L1 penalty (gates are never negative): a scalar."""
+    """Return the L1 penalty ``mean_i beta'_i * mean(alpha)``; gates are never negative."""
     return weight_N.mean() * alphas.float().mean()
 
 
 def advantages(rewards_N: Tensor, group_size: int) -> Tensor:
-    """``A_i = (r_i - mean) / (std + 1e-4)`` over the sample's group, std with N - 1.
+    """Return ``A_i = (r_i - mean) / (std + 1e-4)`` over the sample's group, std with N - 1.
 
-    0 in a group of equal rewards.
+    It is 0 in a group of equal rewards.
     """
     stds = rewards_N.view(-1, group_size).std(1).repeat_interleave(group_size)
     return (rewards_N - group_means(rewards_N, group_size)) / (stds + EPSILON)
 
 
 def token_advantages(rewards_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """``A_i = (r_i - m) / (s + 1e-6)``, m and s over all tokens of the batch: long samples count
-    for more.
+    """Return ``A_i = (r_i - m) / (s + 1e-6)``, m and s over all tokens of the batch.
 
-    ``m = sum_i T_i r_i / T`` and ``s^2 = sum_i T_i (r_i - m)^2 / (T - 1)`` with ``T = sum_i T_i``,
-    as the published run normalises (areal/utils/data.py, ``Normalization``); 0 throughout a batch
-    of equal rewards.
+    ``m = sum_i T_i r_i / T`` and ``s^2 = sum_i T_i (r_i - m)^2 / (T - 1)`` with ``T = sum_i T_i``:
+    long samples count for more, as in the published run (areal/utils/data.py, ``Normalization``).
+    It is 0 throughout a batch of equal rewards.
 
     Args:
         tokens_N: ``T_i``, the number of completion tokens of each sample.
@@ -88,9 +86,9 @@ def token_advantages(rewards_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def importance_ratio(trainer_NT: Tensor, rollout_NT: Tensor) -> Tensor:
-    """``w_it = p_trainer(token) / p_rollout(token)`` for an engine that rounds otherwise.
+    """Return ``w_it = p_trainer(token) / p_rollout(token)``, for an engine that rounds otherwise.
 
-    Exactly 1 where both agree.
+    It is exactly 1 where both agree.
 
     Args:
         trainer_NT: log-probabilities of the sampled tokens under the trainer's model and the gates
@@ -101,13 +99,14 @@ def importance_ratio(trainer_NT: Tensor, rollout_NT: Tensor) -> Tensor:
 
 
 def truncate(ratio_NT: Tensor, cap: float) -> Tensor:
-    """``min(w, cap)``, cap at least 1: truncated importance weights."""
+    """Return ``min(w, cap)``, cap at least 1: truncated importance weights."""
     return ratio_NT.clamp(max=cap)
 
 
 def mask_above(ratio_NT: Tensor, cap: float) -> Tensor:
-    """``w`` where ``w <= cap``, else 0: such tokens are left out of the loss, not of the number it
-    is divided by.
+    """Return ``w`` where ``w <= cap``, else 0.
+
+    Such tokens are left out of the loss, not of the number that it is divided by.
     """
     return torch.where(ratio_NT > cap, 0.0, ratio_NT)
 
@@ -122,8 +121,10 @@ def policy_loss(
     divisor_N: Tensor,
     weight_NT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``-1/num_samples * sum_i 1/d_i sum_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip)
-    A_i)``.
+    """Return the clipped policy loss and the number of tokens whose ratio was clipped.
+
+    ``-1/num_samples * sum_i 1/d_i sum_t w_it min(rho_it A_i, clip(rho_it, 1 - clip, 1 + clip)
+    A_i)``, a scalar to minimise.
 
     Args:
         logprobs_NT: log-probabilities of the sampled tokens under the current gates; the gradient
@@ -137,28 +138,25 @@ def policy_loss(
             mean of all samples of the step for a mean over all tokens of the step, however its
             samples are split over micro-batches and processes.
         weight_NT: ``w`` of :func:`truncate` or :func:`mask_above`, without gradient; None: 1.
-
-    Returns:
-        The loss to minimise (a scalar), and the number of tokens whose ratio was clipped.
     """
     ratio = torch.exp(logprobs_NT - old_logprobs_NT)
     advantage = advantages_N[:, None]
     clipped_ratio = ratio.clamp(1 - clip, 1 + clip)
     objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    objective = objective if weight_NT is None else objective * weight_NT
+    if weight_NT is not None:
+        objective = objective * weight_NT
     per_sample = (objective * mask_NT).sum(1) / divisor_N
     outside = ((ratio < 1 - clip) & (advantage < 0)) | ((ratio > 1 + clip) & (advantage > 0))
     return -per_sample.sum() / num_samples, (outside * mask_NT).sum().detach()
 
 
 class Targets(NamedTuple):
-    """What the loss needs to know of every sample of a rollout over all processes: three tensors
-    ``[N]``.
+    """Targets of every sample of a rollout over all processes: three tensors ``[N]``.
 
     Attributes:
         advantages: ``A_i``.
         mean_reward: ``rbar`` of the penalty.
-        divisor: ``d_i`` of :func:`rlkv.training.policy_loss`.
+        divisor: ``d_i`` of :func:`policy_loss`.
     """
 
     advantages: Tensor
@@ -168,7 +166,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the recipes differ in.
+    """The differences between the recipes.
 
     Attributes:
         targets: from the rewards ``[N]``, completion tokens ``[N]`` and group size of a rollout.
@@ -183,7 +181,7 @@ class Recipe:
 
 
 def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
-    """Advantages and ``rbar`` of a sample's group; the mean over its tokens, then over samples."""
+    """Take advantages and ``rbar`` of a group; average over tokens, then over samples."""
     return Targets(
         advantages(rewards_N, group_size),
         group_means(rewards_N, group_size),
@@ -192,8 +190,7 @@ def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targe
 
 
 def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
-    """Advantages over the tokens of the batch, ``rbar`` of the batch, the mean over all of its
-    tokens.
+    """Take advantages and ``rbar`` of the batch; average over all of its tokens.
 
     The run computes ``rbar`` in every micro-batch, but what splits its batches
     (areal/utils/data.py, ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards

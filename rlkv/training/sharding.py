@@ -1,9 +1,8 @@
-"""A frozen base model that does not fit one card: shared out over the processes by FSDP2 or
-DeepSpeed ZeRO-3.
+"""A frozen base model that does not fit one GPU, shared out over the processes.
 
 Launchers shard all parameters and what the optimizer knows of them.  Here the base alone is large,
-and frozen: its library shards it, and the gates, a few hundred numbers, stay whole in every
-process, where DDP keeps them equal.  So gates are read, clamped, logged and saved as on one
+and frozen: FSDP2 or DeepSpeed ZeRO-3 shards it, and the gates, a few hundred numbers, stay whole in
+every process, where DDP keeps them equal.  So gates are read, clamped, logged and saved as on one
 process.
 """
 
@@ -32,17 +31,14 @@ Shard = Callable[[PreTrainedModel, Accelerator], Callable[[], None]]
 
 
 def is_sharded(args: Any) -> bool:
-    """Whether the launcher asks for a base model that is shared out.
-
-    Before :func:`take_sharding`.
-    """
+    """Tell whether the launcher asks for sharding; to be called before :func:`take_sharding`."""
     by_deepspeed = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
     return by_deepspeed or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 @contextmanager
 def not_loading() -> Iterator[None]:
-    """Inside, models are made without ZeRO-3, which would share out those that are only looked at."""
+    """Make models without ZeRO-3, which would share out those that are only looked at."""
     asked = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
@@ -52,19 +48,15 @@ def not_loading() -> Iterator[None]:
 
 
 def load_as(dtype: str) -> None:
-    """Let ZeRO-3, which shares weights out as they are loaded, keep the dtype: by default it makes
-    them float32.
-    """
+    """Let ZeRO-3, which shares weights out as they are loaded, keep the dtype, not float32."""
     if deepspeed.is_deepspeed_zero3_enabled():
         config = deepspeed.deepspeed_config()
-        config |= {
-            name: {"enabled": dtype == full}
-            for name, full in (("bf16", "bfloat16"), ("fp16", "float16"))
-        }
+        config["bf16"] = {"enabled": dtype == "bfloat16"}
+        config["fp16"] = {"enabled": dtype == "float16"}
 
 
 def take_sharding(args: Any) -> Shard | None:
-    """What the launcher asked for, taken away from it: to trl and accelerate the run is one of DDP.
+    """Take what the launcher asked for away from it: to trl and accelerate the run is one of DDP.
 
     None: no sharding.
 
@@ -79,22 +71,20 @@ def take_sharding(args: Any) -> Shard | None:
                 "FSDP shards in its version 2 only: set fsdp_version: 2 in the launcher's config"
             )
         return _shard_fsdp2
-    plugin = args.deepspeed_plugin
+    options = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     args.deepspeed = args.deepspeed_plugin = None
     on_cpu = args.device.type == "cpu"
     args.distributed_state.distributed_type = (
         DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
     )
-    return lambda base, accelerator: _shard_zero3(
-        base, accelerator, plugin.deepspeed_config["zero_optimization"]
-    )
+    return lambda base, accelerator: _shard_zero3(base, accelerator, options)
 
 
 def shard_base(model: PeftModel, accelerator: Accelerator, shard: Shard) -> Callable[[], None]:
     """Share the frozen weights out, so that DDP looks at the gates alone.
 
-    Returns what to call after a backward.
+    Returns what to call after a backward pass.
     """
     modules: list[Any] = [module for module in model.modules() if hasattr(module, GATE)]
     gates = [getattr(module, GATE) for module in modules]
@@ -127,21 +117,18 @@ def _shard_zero3(
 ) -> Callable[[], None]:
     from deepspeed import initialize
 
-    known = {
-        name: value for name, value in options.items() if value != "auto"
-    }  # else its own defaults
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": known,
-    }  # a number that only optimizers need
+        "train_micro_batch_size_per_gpu": 1,  # a number that only optimizers need
+        # without "auto", which stands for its own defaults
+        "zero_optimization": {name: value for name, value in options.items() if value != "auto"},
+    }
     engine = initialize(model=base, config=config)[0]
-    base.to(
-        accelerator.device
-    )  # buffers; DeepSpeed leaves them where weights were shared out as they were loaded
-
+    # buffers, which DeepSpeed leaves where weights were shared out as they were loaded
+    base.to(accelerator.device)
     frozen = list(base.parameters())
 
-    def release() -> None:  # what its own optimizer would do; else embedding and head stay whole
+    def release() -> None:
+        # what its own optimizer would do; else embedding and head stay whole
         engine.optimizer.release_backward_leftovers()
         for parameter in frozen:
             parameter.ds_active_sub_modules.clear()
@@ -152,18 +139,21 @@ def _shard_zero3(
 
 
 def nothing() -> None:
-    """No weights are to be released."""
+    """Release no weights: none are shared out, or FSDP2 does it."""
 
 
 @contextmanager
 def in_step(model: PreTrainedModel) -> Iterator[None]:
-    """Sampling with a sharded model, whose every forward is one of all processes: they end
-    together.
+    """Sample with a sharded model, whose every forward is one of all processes: they end together.
 
     A process whose rows have ended goes on with forwards of one token until the last process has
     its rows.
     """
-    hook = model.register_forward_pre_hook(lambda *_: _check(any_process(True)), prepend=True)
+
+    def others_go_on(*_: Any) -> None:
+        assert any_process(True)
+
+    hook = model.register_forward_pre_hook(others_go_on, prepend=True)
     try:
         yield
     finally:
@@ -174,13 +164,8 @@ def in_step(model: PreTrainedModel) -> Iterator[None]:
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
 
 
-def _check(others: bool) -> None:
-    """A hook must return None."""
-    assert others
-
-
 def any_process(told: bool) -> bool:
-    """Whether ``told`` holds in any of the processes, which all call this."""
+    """Tell whether ``told`` holds in any of the processes, which all call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return told
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

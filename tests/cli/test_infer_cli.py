@@ -18,11 +18,10 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import problems
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils.store import open_store
 from tests.helpers import warm
 from tests.helpers.infer import infer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 

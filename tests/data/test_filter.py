@@ -23,12 +23,11 @@ from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils.configs import CONFIGS
 from rlkv.utils.files import read_log
 from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "data_prep" / "filter_deepscaler.py"

@@ -21,7 +21,7 @@ from rlkv.data.recall import (
     read_haystack,
     recall_sample,
 )
-from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import build_tokenizer
 
 
 @pytest.fixture(scope="module")

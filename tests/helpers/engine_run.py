@@ -18,7 +18,7 @@ from tests.helpers import random_run
 def make_engine(kind: Any = None) -> Any:
     """Samples the model of ``random_run``; ``kind``: a subclass of GatedHFEngine."""
     from rlkv.attention import LocalSizes
-    from rlkv.training.trainer import GatedHFEngine
+    from rlkv.rollout.hf import GatedHFEngine
 
     model, tokenizer = random_run.make_policy()
     return (kind or GatedHFEngine)(model, LocalSizes(2, 6), tokenizer.pad_token_id)

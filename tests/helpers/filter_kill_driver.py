@@ -13,9 +13,8 @@ from rlkv.data.filter import FilterConfig
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.decoding import Row
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.kill_rounds import run_and_kill
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 PROBLEMS, NEW_TOKENS, BATCH = 120, 24, 4
 

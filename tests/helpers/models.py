@@ -19,11 +19,14 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from rlkv.models.loading import load_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # what every equality is tested with
 _CLASSES: dict[str, tuple[Any, Any]] = {
@@ -50,6 +53,11 @@ TOY_LLAMA: dict[str, Any] = {
     "kv_heads": 2,
 }
 TOY_LLAMA |= {"head_dim": 8, "vocabulary": 32}
+
+
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the built-in tiny model."""
+    return load_tokenizer("tiny")
 
 
 def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

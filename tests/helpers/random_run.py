@@ -24,32 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-OPTIONS = [
-    *["--finder", "rlkv"],
-    *[
-        "--use_cpu",
-        "true",
-        "--dtype",
-        "float32",
-        "--sink",
-        "2",
-        "--window",
-        "6",
-        "--prompts_per_step",
-        "4",
-    ],
-    *[
-        "--per_device_train_batch_size",
-        "8",
-        "--max_completion_length",
-        "14",
-        "--max_steps",
-        "5",
-        "--save_steps",
-        "1",
-    ],
-    *["--tau", "0.4", "--l1_beta", "0.05", "--image_steps", "0", "--seed", "3"],
-]
+OPTIONS = """--finder rlkv --use_cpu true --dtype float32 --sink 2 --window 6
+    --prompts_per_step 4 --per_device_train_batch_size 8 --max_completion_length 14 --max_steps 5
+    --save_steps 1 --tau 0.4 --l1_beta 0.05 --image_steps 0 --seed 3"""
 
 
 def checksum_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
@@ -69,8 +46,7 @@ def write_curriculum(path: Path, number: int = 10) -> Path:
 
 
 def make_policy() -> tuple[Any, Any]:
-    from rlkv.tiny.tokenizer import build_tokenizer
-    from tests.helpers.models import make_tiny_model
+    from tests.helpers.models import build_tokenizer, make_tiny_model
 
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
@@ -91,14 +67,8 @@ def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] 
     curriculum = output_dir.parent / "curriculum.jsonl"
     if not curriculum.exists():
         write_curriculum(curriculum)
-    arguments = [
-        *OPTIONS,
-        "--output_dir",
-        str(output_dir),
-        "--curriculum",
-        str(curriculum),
-        *options,
-    ]
+    arguments = [*OPTIONS.split(), "--output_dir", str(output_dir)]
+    arguments += ["--curriculum", str(curriculum), *options]
     model, tokenizer = make_policy()
     return train_gates(*parse_config(arguments), model, tokenizer, checksum_reward, list(callbacks))
 

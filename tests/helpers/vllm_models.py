@@ -13,8 +13,7 @@ from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Rows, Sample
 from rlkv.tiny import problems
-from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 SINK, WINDOW = 4, 16
 LAYERS, KV_HEADS = 3, 4

@@ -12,8 +12,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams, Usage
-from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=15)
 SIZES = {"sink": 2, "window": 6, "prefill": "local"}

@@ -1,18 +1,18 @@
-"""inference/tiny_ground_truth.py on two problems, the elimination itself left out: what it
-measures, and of what.
-"""
+"""The measured ground truth: scores of traces, the exhaustive elimination, and accuracies."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.evaluation.elimination import Elimination, Score
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.prompts import render_prompt
 from rlkv.tiny import longest_solution
 from rlkv.utils.runtime import provenance
 from tests.helpers.plain_decoding import decode
@@ -22,6 +22,8 @@ PROGRAM = load_program("inference/tiny_ground_truth.py")
 CONFIG = PROGRAM.GroundTruthConfig(
     model="tiny", num_problems=2, num_traces=2, longest=3, random_draws=1, device="cpu"
 )
+ALL = HeadAllocation(torch.ones(2, 3, dtype=torch.bool))
+WORTH = torch.tensor([[0.1, 0.5, 0.0], [0.3, 0.0, 0.2]])
 ORDER = [(layer, head) for head in range(6) for layer in (2, 0, 3, 1)]
 
 
@@ -29,10 +31,10 @@ def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch)
     scores: list[tuple[float, float]] = []
 
     def in_a_fixed_order(
-        score: Score, start: HeadAllocation, on_call: Callable[[], None]
-    ) -> list[Elimination]:
+        score: Any, start: HeadAllocation, on_call: Callable[[], None]
+    ) -> list[Any]:
         scores.append(score(start))
-        return [Elimination(layer, head, (0.5, -1.0)) for layer, head in ORDER]
+        return [PROGRAM.Elimination(layer, head, (0.5, -1.0)) for layer, head in ORDER]
 
     monkeypatch.setattr(PROGRAM, "backward_elimination", in_a_fixed_order)
     found = PROGRAM.measure_ground_truth(CONFIG)
@@ -71,3 +73,61 @@ def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch)
         k for k, share in enumerate(curve) if share < 0.95
     )
     assert len(set(curve)) > 1, "the order takes heads that are needed"
+
+
+def additive(allocation: HeadAllocation) -> float:
+    return float((WORTH * allocation.full).sum())
+
+
+def test_additive_worth_gives_ascending_order() -> None:
+    calls = []
+    steps = PROGRAM.backward_elimination(additive, ALL, lambda: calls.append(1))
+    order = [(s.layer, s.head) for s in steps]
+    assert order == [(0, 2), (1, 1), (0, 0), (1, 2), (1, 0), (0, 1)]  # ties to the lower index
+    assert len(calls) == 6 * 7 // 2
+
+
+def test_redundant_pair_is_seen_only_by_elimination() -> None:
+    """Two heads that replace each other cost nothing alone, but one of them must stay."""
+
+    def either(allocation: HeadAllocation) -> tuple[float, float]:
+        one_left = bool(allocation.full[0, 0] or allocation.full[1, 0])
+        return float(one_left), float((WORTH * allocation.full).sum())
+
+    assert (
+        either(PROGRAM.without_head(ALL.full, 0, 0))[0]
+        == either(PROGRAM.without_head(ALL.full, 1, 0))[0]
+        == 1.0
+    )
+    steps = PROGRAM.backward_elimination(either, ALL, lambda: None)
+    assert (steps[-1].layer, steps[-1].head) == (1, 0)
+    assert [s.score[0] for s in steps] == [1.0] * 5 + [0.0]
+
+
+def test_share_of_traces_is_the_share_of_equal_decodings() -> None:
+    model, tokenizer = tiny.load()
+    problems = tiny.problems(24, seed=5, max_definitions=8)
+    cache = CacheSettings(sink=4, window=16, prefill="local")
+    full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
+    prompts = [
+        tokenizer(render_prompt(tokenizer, p["problem"]), add_special_tokens=False).input_ids
+        for p in problems
+    ]
+    whole, _ = decode(model, tokenizer, problems, full, cache, 130)
+    traces = [
+        PROGRAM.Trace(tuple(p), tuple(c.token_ids)) for p, c in zip(prompts, whole, strict=True)
+    ]
+    scorer = PROGRAM.TraceScorer(model, traces, sink=4, window=16)
+    assert scorer(full)[0] == 1.0
+    half = HeadAllocation.random(4, 6, 0.25, seed=1)
+    decoded, _ = decode(model, tokenizer, problems, half, cache, 130)
+    same = [tuple(c.token_ids) == t.output for c, t in zip(decoded, traces, strict=True)]
+    share, log_probability = scorer(half)
+    assert 0 < sum(same) < len(same)  # a case in which the score could be wrong
+    assert share == sum(same) / len(same)
+    assert log_probability < scorer(full)[1]
+
+
+def test_needs_a_trace() -> None:
+    with pytest.raises(ValueError, match="trace"):
+        PROGRAM.TraceScorer(None, [], 4, 16)  # type: ignore[arg-type]

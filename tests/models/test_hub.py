@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkv.tiny.tokenizer import build_tokenizer
 from tests.helpers.fake_hub import REPO, FakeHub, run_with_hub, serve
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 NOBODY = "http://127.0.0.1:9"  # a port that nothing listens on
 STATUSES = {401: "None", 404: "None", 429: "None", 503: "{url} answers with HTTP status 503"}

@@ -14,9 +14,8 @@ from rlkv.models.loading import load_model, load_tokenizer, resolve_device, reso
 from rlkv.models.shape import PUBLISHED, ModelShape, same_model, short_name
 from rlkv.rollout.footprint import Footprint
 from rlkv.tiny import MODEL_DIR
-from rlkv.tiny.tokenizer import build_tokenizer
 from rlkv.utils.configs import CONFIGS
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

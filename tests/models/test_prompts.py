@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlkv.models.prompts import TEMPLATES, choose_template, fill_template, render_prompt
-from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import build_tokenizer
 
 PAPER = (
     "Solve the following math problem efficiently and clearly. The last line of your response "

@@ -18,8 +18,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.decoding import AT_ONCE, draw_tokens, row_draws
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer
 

@@ -13,8 +13,7 @@ from rlkv.cache import HeadReallocationCache
 from rlkv.cache.reallocation import GrowingLayer
 from rlkv.rollout.base import SamplingParams, end_tokens
 from rlkv.rollout.hf import HFEngine
-from rlkv.tiny.tokenizer import build_tokenizer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer
 TOKENIZER = build_tokenizer()

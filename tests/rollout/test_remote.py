@@ -19,8 +19,10 @@ from rlkv.cli.app import parse
 from rlkv.rollout import remote
 from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
 from rlkv.rollout.remote import RolloutClient, RolloutServer
-from rlkv.training.serve import ServeConfig, load_gated_engine
 from tests.helpers.models import make_tiny_model
+from tests.helpers.programs import load_program
+
+SERVE = load_program("rollout/serve_vllm.py")
 
 FACTS = EngineFacts("tiny", 2, 6, 64, 3, 4, 128)
 SAMPLING = SamplingParams(9, temperature=1.0, seed=3)
@@ -274,15 +276,17 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         RolloutClient(["localhost:8700"])
     with RolloutServer(("0.0.0.0", 0), Scripted(), FACTS) as open_server:
         assert not open_server.local
-    assert ServeConfig().host == "127.0.0.1"
+    assert SERVE.ServeConfig().host == "127.0.0.1"
     for option, value in (("--port", "65536"), ("--engine", "sglang")):
         with pytest.raises(ValueError, match=f"{option} '?{value}"):
-            parse(ServeConfig, arguments=[option, value])
+            parse(SERVE.ServeConfig, arguments=[option, value])
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
-    config = ServeConfig(engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2)
-    engine, facts = load_gated_engine(config)
+    config = SERVE.ServeConfig(
+        engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2
+    )
+    engine, facts = SERVE.load_engine(config)
     assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313)
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)

@@ -7,7 +7,7 @@ import pytest
 
 from rlkv.models.prompts import render_prompt
 from rlkv.tiny import MAX_DEFINITIONS, draw_problem, longest_solution, problems
-from rlkv.tiny.tokenizer import build_tokenizer
+from tests.helpers.models import build_tokenizer
 
 SINK, WINDOW = 4, 16
 

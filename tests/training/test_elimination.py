@@ -1,23 +1,52 @@
-"""Lazy elimination on losses whose order is known, and gates that are re-ranked by it."""
+"""Elimination: the lazy search, the loss of masks, the choice between orders, and whole runs."""
 
 from __future__ import annotations
 
+import json
+import math
+import pkgutil
+import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import Tensor
 
+from rlkv import compress, tiny
+from rlkv.attention.head_gate import HeadGateConfig
+from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.elimination import Removal, eliminate, num_removals, rerank, with_order
-
-# order of the gates: (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)
-GATES = HeadGates(
-    alpha=torch.tensor([[0.0, 0.0, 0.4], [0.5, 0.6, 0.9]]),
-    mean_alpha=torch.arange(6).view(2, 3) / 10,
+from rlkv.tiny import draw_problem
+from rlkv.training import elimination
+from rlkv.training.config import parse_config
+from rlkv.training.distillation import log_probabilities, read_traces
+from rlkv.training.elimination import (
+    KEY,
+    LikelyTokens,
+    Removal,
+    TraceLoss,
+    best,
+    choose_order,
+    draw_traces,
+    eliminate,
+    eliminate_heads,
+    mean_order,
+    num_removals,
+    rerank_on_traces,
+    with_order,
 )
-HEADS = compression_order(GATES)
+from rlkv.training.run_folder import WandbLog
+from rlkv.utils.files import read_log
+from rlkv.utils.store import open_store
+from tests.helpers.models import make_tiny_model
+
+# --- the search, on losses whose order is known
+
+HEADS = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 ALL = torch.ones(2, 3, dtype=torch.bool)
 WORTH = torch.tensor([[9.0, 0.0, 0.7], [0.9, 0.1, 0.8]])
 
@@ -26,7 +55,9 @@ class Known:
     """A loss by formula; a pass per measurement."""
 
     def __init__(self, formula: Callable[[Tensor], float]) -> None:
-        self.formula, self.passes, self.cpu_seconds = formula, 0.0, 0.0
+        self.formula = formula
+        self.passes = 0.0
+        self.cpu_seconds = 0.0
 
     def of(self, full_LH: Tensor) -> float:
         self.passes += 1
@@ -34,9 +65,9 @@ class Known:
 
     def without_each(self, full_LH: Tensor, heads: Sequence[tuple[int, int]]) -> list[float]:
         found = []
-        for layer, head in heads:
+        for head in heads:
             reduced = full_LH.clone()
-            reduced[layer, head] = False
+            reduced[head] = False
             found.append(self.of(reduced))
         return found
 
@@ -47,81 +78,530 @@ def additive(full_LH: Tensor) -> float:
 
 def either(full_LH: Tensor) -> float:
     """(0, 0) and (1, 0) replace each other: both may not go."""
-    return (
-        additive(full_LH)
-        - 8 * float(not full_LH[0, 0])
-        + 20 * float(not (full_LH[0, 0] or full_LH[1, 0]))
-    )
+    first, second = not full_LH[0, 0], not full_LH[1, 0]
+    return additive(full_LH) - 8.0 * first + 20.0 * (first and second)
 
 
-def ignore(step: Removal) -> None:
-    pass
+def search(loss: Known, steps: int, budget: float, order: Sequence[tuple[int, int]] = HEADS) -> Any:
+    gone: list[Removal] = []
+    full = ALL.clone()
+    found = eliminate(loss, full, order, steps, budget, gone.append)
+    assert full.all()  # what is given is not changed
+    assert [(step.layer, step.head) for step in gone] == found[:steps]
+    return found, gone
 
 
 def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
-    loss, steps = Known(additive), list[Removal]()
-    order = eliminate(loss, ALL, HEADS, 6, 100, steps.append)
+    loss = Known(additive)
+    order, steps = search(loss, 6, 100)
     assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
     assert loss.passes == 1 + 6 + 6  # the start, all heads, and the lowest at every step
-    assert [(step.layer, step.head) for step in steps] == order
-    assert [step.loss for step in steps] == pytest.approx(
-        WORTH.flatten().sort().values.cumsum(0).tolist()
-    )
+    losses = WORTH.flatten().sort().values.cumsum(0).tolist()
+    assert [step.loss for step in steps] == pytest.approx(losses)
     assert steps[-1].passes == loss.passes
 
 
 def test_a_cost_that_has_grown_is_seen() -> None:
-    order = eliminate(Known(either), ALL, HEADS, 5, 100, ignore)
-    assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
-    assert eliminate(Known(either), ALL, HEADS, 3, 100, ignore)[3:] == [(1, 2), (1, 0), (0, 0)]
+    assert search(Known(either), 5, 100)[0] == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
+    assert search(Known(either), 3, 100)[0][3:] == [(1, 2), (1, 0), (0, 0)]
 
 
 def test_the_budget_bounds_the_passes() -> None:
-    """Without room for a second measurement the first one decides: (0, 0) costs 1 alone, after (1,
-    0) it costs 21.
-    """
-    loss = Known(
-        lambda full: either(full) - 0.95 * float(not full[0, 0])
-    )  # (0, 0) costs 0.05 alone
-    assert eliminate(loss, ALL, HEADS, 5, 7, ignore)[:2] == [(0, 1), (0, 0)]
+    """Without a second measurement the first one decides: (0, 0) costs 0.05 alone, later 20.05."""
+    loss = Known(lambda full: either(full) - 0.95 * float(not full[0, 0]))
+    assert search(loss, 5, 7)[0][:2] == [(0, 1), (0, 0)]
     assert loss.passes == 7
     loss = Known(either)
-    eliminate(loss, ALL, HEADS, 5, 10, ignore)
+    search(loss, 5, 10)
     assert loss.passes <= 10
 
 
 def test_equal_heads_go_in_the_order_given() -> None:
-    assert (
-        eliminate(Known(lambda full: float(~full.sum())), ALL, HEADS[::-1], 6, 100, ignore)
-        == HEADS[::-1]
-    )
-
-
-def test_measured_within_the_span() -> None:
-    steps: list[Removal] = []
-    result = rerank(GATES, Known(additive), 1 / 3, 2 / 3, 100, steps.append)
-    assert [(step.layer, step.head) for step in steps] == [(1, 1), (0, 2)]
-    # (0, 0) is worth the most, but the gates are trusted below the span; (1, 2) costs less than (1,
-    # 0)
-    assert compression_order(result) == [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (1, 0)]
-    before, after = (HeadAllocation.from_gates(gates, 1 / 3) for gates in (GATES, result))
-    assert before == after
-    assert result.alpha.flatten().sort().values.equal(GATES.alpha.flatten().sort().values)
-
-
-def test_the_start_is_not_changed() -> None:
-    full = ALL.clone()
-    eliminate(Known(additive), full, HEADS, 6, 100, ignore)
-    assert full.all()
-
-
-def test_order_survives_equal_gates() -> None:
+    loss = Known(lambda full: float(~full.sum()))
+    assert search(loss, 6, 100, HEADS[::-1])[0] == HEADS[::-1]
     flat = HeadGates(alpha=torch.full((2, 3), 0.5))
     order = [(1, 2), (0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]
     assert compression_order(with_order(flat, order)) == order
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.6, 0.5), (0.5, 0.51)])
-def test_empty_span(low: float, high: float) -> None:
+def test_an_empty_span_is_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match=f"{low} and {high}"):
         num_removals(6, low, high)
+
+
+# --- the loss of masks on solutions
+
+FULL = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
+FULL_HEADS = [(int(layer), int(head)) for layer, head in FULL.nonzero()]
+
+
+def random_traces(number: int = 4) -> list[MarkedText]:
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for i in range(number):
+        ids = torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist()
+        texts.append(MarkedText(tuple(ids), tuple(range(8 + i, len(ids)))))
+    return texts
+
+
+def make_loss(
+    family: str = "llama", rows: int = 4, prefill: str = "full", **more: Any
+) -> TraceLoss:
+    gated = get_peft_model(make_tiny_model(family), HeadGateConfig(sink=2, window=5)).eval()
+    return TraceLoss(gated, random_traces(), rows, prompts_in_full=prefill == "full", **more)
+
+
+def without(head: tuple[int, int], full: Tensor = FULL) -> Tensor:
+    reduced = full.clone()
+    reduced[head] = False
+    return reduced
+
+
+def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged tokens are a bound: below the KL over all, equal to the KL of what was merged."""
+    torch.manual_seed(0)
+    full, other = log_probabilities(3 * torch.randn(2, 9, 50, dtype=torch.float64))
+    whole = (full.exp() * (full - other)).sum(-1)
+    assert torch.allclose(LikelyTokens.of(full).kl(other), whole, rtol=1e-12)
+    monkeypatch.setattr(elimination, "KEPT", 20)
+    likely = full.topk(20).indices
+
+    def merged(log: Tensor) -> Tensor:
+        kept = log.exp().gather(1, likely)
+        return torch.cat([kept, 1 - kept.sum(1, keepdim=True)], dim=1)
+
+    p, q = merged(full), merged(other)
+    found = LikelyTokens.of(full).kl(other)
+    assert torch.allclose(found, (p * (p / q).log()).sum(-1), rtol=1e-9)
+    assert (found < whole).all()
+    assert (found > 0.95 * whole).all()
+    sure = log_probabilities(torch.eye(9, 50) * 90)
+    assert LikelyTokens.of(sure).kl(sure).abs().max() < 1e-6  # nothing is left for the others
+    assert LikelyTokens.of(sure).kl(other.float()).isfinite().all()
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
+    """Read as a prompt and tokens one by one, under the cache that serves."""
+    model, total = make_tiny_model("llama"), 0.0
+    heads = HeadAllocation(FULL)
+    for trace in random_traces():
+        ids, answers = torch.tensor([trace.ids]), torch.tensor(trace.answers)
+        prompt = trace.answers[0]
+        with torch.no_grad():
+            p = model(ids).logits[0, answers - 1].double().softmax(-1)
+            with compress(model, heads, sink=2, window=5, prefill=prefill) as session:
+                found = [model(ids[:, :prompt]).logits]
+                for token in ids[:, prompt:].split(1, dim=1):
+                    found.append(model(token, past_key_values=session.cache).logits)
+            q = torch.cat(found, dim=1)[0, answers - 1].double().softmax(-1)
+        total += math.log1p((p * (p / q).log()).sum().item())
+    # sums of 50 tokens in float32, and caches add their tokens in another order
+    assert make_loss(prefill=prefill).of(FULL) == pytest.approx(total / 4, rel=1e-4)
+    assert total / 4 > 0.1
+    assert make_loss(prefill=prefill).of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_batches_and_pieces_do_not_matter(
+    family: str, prefill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths in a batch are padded on the left."""
+    expected = make_loss(family, 1, prefill).of(FULL)
+    assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr(elimination, "TOKENS_AT_ONCE", 7)
+    assert make_loss(family, 3, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr(elimination, "KEPT", 100)  # of 128
+    assert 0.7 * expected < make_loss(family, 3, prefill).of(FULL) < expected
+
+
+def test_one_more_head(family: str) -> None:
+    loss = make_loss(family, rows=2)
+    expected = [loss.of(without(head)) for head in FULL_HEADS]
+    assert len({round(value, 5) for value in expected}) == len(FULL_HEADS) > 4
+    before = loss.passes
+    assert loss.without_each(FULL, FULL_HEADS) == pytest.approx(expected, rel=1e-5)
+    assert loss.passes - before == pytest.approx(1 + sum(1 - layer / 3 for layer, _ in FULL_HEADS))
+    again = loss.without_each(FULL, FULL_HEADS[::-1])
+    assert again == pytest.approx(expected[::-1], rel=1e-5)
+    with pytest.raises(IndexError):
+        loss.without_each(FULL, [(2, 0), (2, 9)])
+    # all layers compute again
+    assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)
+
+
+def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) -> None:
+    loss, calls = make_loss(family, rows=2), list[int]()
+    for number, layer in enumerate(loss.decoder.layers):
+        layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
+    first = loss.without_each(FULL, FULL_HEADS)
+    lowest = FULL_HEADS[first.index(min(first))]
+    full = without(lowest)
+    rest = [head for head in FULL_HEADS if head != lowest]
+    for head in (*rest[-2:], rest[0]):
+        calls.clear()
+        before = loss.passes
+        found = loss.without_each(full, [head])
+        assert loss.passes - before == pytest.approx(1 - head[0] / 3)
+        assert sorted(calls) == sorted(2 * list(range(head[0], 3)))  # two batches
+        assert found == pytest.approx([make_loss(family, rows=2).of(without(head, full))], rel=1e-5)
+
+
+def test_what_was_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for _ in range(2):
+        with open_store(tmp_path / "measured.jsonl", {}, KEY) as store:
+            loss = make_loss(rows=2, store=store)
+            losses = [loss.of(FULL), *loss.without_each(FULL, FULL_HEADS)]
+            found.append((losses, loss.passes, round(loss.cpu_seconds, 1)))
+        for name in ("_measure", "_below"):  # not even the layers below a head
+            monkeypatch.setattr(TraceLoss, name, None)
+    assert found[0] == found[1]
+    assert len(store.rows) == 2 * (1 + len(FULL_HEADS))
+
+
+# --- the choice between orders
+
+SPAN = (0.25, 0.75)
+
+
+def random_gates(seed: int) -> HeadGates:
+    alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed))
+    return HeadGates(alpha, alpha, deploy_sink=2, deploy_window=5)
+
+
+def test_the_mean_of_two_orders() -> None:
+    first, second = [(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 1), (0, 1), (1, 0)]
+    assert mean_order(first, second) == [(0, 0), (0, 1), (1, 1), (1, 0)]  # sums 0, 3, 4, 5
+    assert mean_order(first, first[::-1]) == first[::-1]  # all sums are equal
+
+
+@pytest.mark.parametrize(
+    ("less", "expected"),
+    [
+        ([0.1, 0.1, 0.1], "measured"),  # than the mean order's, on each solution
+        ([0.3, -0.1, -0.1], "mean"),  # lower in the mean, by less than its standard error
+        ([0.0, 0.0, 0.0], "mean"),
+        ([-0.1, -0.1, -0.1], "mean"),
+        ([0.1], "mean"),  # one solution says nothing of the error
+    ],
+)
+def test_the_mean_is_kept_unless_another_is_clearly_better(
+    less: list[float], expected: str
+) -> None:
+    mean = torch.linspace(0.5, 1.5, len(less), dtype=torch.float64)
+    measured = mean - torch.tensor(less, dtype=torch.float64)
+    assert best({"measured": measured, "mean": mean, "distilled": mean + 0.5}) == expected
+    better = best({"measured": measured, "mean": mean, "distilled": mean - 0.2})
+    assert better == ("mean" if len(less) == 1 else "distilled")
+
+
+@pytest.mark.parametrize("name", ["measured", "mean", "distilled"])
+def test_each_order_can_be_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: dict[str, Tensor] = {}
+
+    def choose(losses: dict[str, Tensor]) -> str:
+        compared.update(losses)
+        return name
+
+    monkeypatch.setattr(elimination, "best", choose)
+    model, distilled, measured = make_tiny_model("llama"), random_gates(0), random_gates(1)
+    traces = random_traces(3)
+    first, second = compression_order(distilled), compression_order(measured)
+    orders = {"measured": second, "mean": mean_order(first, second), "distilled": first}
+    chosen = choose_order(model, traces, distilled, measured, SPAN, "full")
+    assert chosen.training["order"] == name
+    assert compression_order(chosen) == orders[name]
+    assert chosen.alpha.flatten().sort().values.equal(measured.alpha.flatten().sort().values)
+    assert not any("rlkv_gate" in parameter for parameter, _ in model.named_parameters())
+    gated = get_peft_model(model, HeadGateConfig(sink=2, window=5)).eval()
+    loss, total = TraceLoss(gated, traces, 1), 0.0
+    for gone in (5, 7):  # of 12 heads, at a third and two thirds of the span
+        total += loss.of(HeadAllocation.from_order(orders[name], 3, 4, gone / 12).full)
+    assert compared[name].mean().item() == pytest.approx(total / 2, rel=1e-5)
+    assert chosen.training["order_losses"][name] == pytest.approx(total / 2, rel=1e-5)
+
+
+# --- whole runs of the tiny model
+
+
+@pytest.fixture(scope="module")
+def curriculum(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = []
+    for seed in range(6):
+        drawn = draw_problem(random.Random(seed), 5)
+        row = {"problem": drawn.problem, "answer": drawn.answer, "output": drawn.solution}
+        lines.append(json.dumps(row) + "\n")
+    path = tmp_path_factory.mktemp("solutions") / "curriculum.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def recorded(curriculum: Path) -> list[MarkedText]:
+    return read_traces(str(curriculum), tiny.load()[1], "rlkv", max_length=10_000)
+
+
+def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
+    given = {"config": "tiny", "finder": "elimination", "curriculum": curriculum}
+    given |= {"use_cpu": "true", "elimination_traces": 6, "elimination_sparsity": 0.25}
+    given |= {"output_dir": folder, "elimination_distillation": 0, **other}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return eliminate_heads(*parse_config(words), *model)
+
+
+@pytest.fixture(scope="module")
+def measured_run(
+    curriculum: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, HeadGates]:
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    return folder, run(folder, curriculum, elimination_budget=2)
+
+
+DISTILLED = {"elimination_distillation": 8, "elimination_sparsity": 0.55, "forward_rows": 3}
+
+
+@pytest.fixture(scope="module")
+def distilled_run(
+    curriculum: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, HeadGates]:
+    folder = tmp_path_factory.mktemp("distilled") / "run"
+    return folder, run(folder, curriculum, **DISTILLED)
+
+
+def test_a_run_exports_an_order(measured_run: tuple[Path, HeadGates]) -> None:
+    folder, gates = measured_run
+    for name in ("gates.pt", "gates.safetensors", "adapter"):
+        assert HeadGates.load(folder / name) == gates
+    assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
+    assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)
+    order, records = compression_order(gates), read_log(folder / "log.jsonl")
+    assert [(record["layer"], record["head"]) for record in records] == order[:6]
+    assert order.index((1, 1)) > 12  # which the built-in model always needs
+    last = torch.tensor(read_log(folder / "gates.jsonl")[-1]["alpha"])
+    assert torch.equal(last == 1, HeadAllocation.from_gates(gates, 0.25).full)
+    assert records[-1]["traces/kept"] > 0.99
+    told = gates.training
+    assert (told["method"], told["finder"]) == ("elimination", "elimination")
+    assert (told["high"], told["traces"]) == (0.25, 6)
+    assert told["passes"] == records[-1]["passes"] <= 48
+    seconds = sum(record["time/step_cpu_s"] for record in records)
+    assert seconds == pytest.approx(told["cpu_seconds"], rel=0.2)
+    assert "curriculum" not in told
+    figures = {"heat_map.png", "histogram.png", "training_curves.png"}
+    assert {path.name for path in folder.glob("*.png")} == figures
+
+
+def test_a_stopped_or_finished_run_goes_on_from_what_it_measured(
+    curriculum: Path,
+    measured_run: tuple[Path, HeadGates],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure, measured = TraceLoss._measure, list[int]()
+
+    def counted(loss: TraceLoss, number: int) -> float:
+        measured.append(number)
+        if len(measured) == 20:
+            raise KeyboardInterrupt
+        return measure(loss, number)
+
+    monkeypatch.setattr(TraceLoss, "_measure", counted)
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, curriculum, elimination_sparsity=0.1, elimination_budget=2)
+    assert not (folder / "gates.pt").exists()
+    run(folder, curriculum, elimination_sparsity=0.1, elimination_budget=2)
+    before = (folder / "measured.jsonl").read_text()
+    found = run(folder, curriculum, elimination_budget=2)
+    after = (folder / "measured.jsonl").read_text()
+    assert after.startswith(before)
+    assert len(measured) == len(after.splitlines()) + 1  # the kill
+    assert found.alpha.equal(measured_run[1].alpha)
+    assert found.training["passes"] == measured_run[1].training["passes"]
+    assert len(read_log(folder / "log.jsonl")) == 6
+    with pytest.raises(ValueError, match="forward_rows was 16 and is now 2"):
+        run(folder, curriculum, forward_rows=2)
+    with pytest.raises(ValueError, match="elimination_prefill 'full' -> 'local'"):
+        run(folder, curriculum, elimination_prefill="local")
+
+
+def test_distillation_orders_the_first_heads(
+    curriculum: Path, distilled_run: tuple[Path, HeadGates]
+) -> None:
+    folder, gates = distilled_run
+    distilled, order = HeadGates.load(folder / "distilled" / "gates.pt"), compression_order(gates)
+    assert order[:10] == compression_order(distilled)[:10]
+    records = read_log(folder / "log.jsonl")
+    assert [(record["layer"], record["head"]) for record in records] == order[10:13]
+    assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
+    assert order.index((1, 1)) > 12
+    steps = read_log(folder / "distilled" / "log.jsonl")
+    assert len(steps) == 8
+    assert max(record["train/learning_rate"] for record in steps) == 0.25
+    # all solutions in each step
+    answers = sum(len(text.answers) for text in recorded(curriculum))
+    assert {record["tokens/answers"] for record in steps} == {answers}
+    noted = json.loads((folder / "distilled" / "run_config.json").read_text())
+    assert (noted["prefill"], noted["forward_rows"], noted["loss"]) == ("local", 1, "kl")
+    assert (noted["sink"], noted["window"]) == (4, 16)
+    told = gates.training
+    assert (told["low"], told["high"], told["elimination_distillation"]) == (0.4, 0.55, 8)
+    seconds = sum(record["time/step_cpu_s"] for record in steps)
+    assert told["distillation_cpu_seconds"] == pytest.approx(seconds, abs=1e-3)
+    total = sum(record["time/step_cpu_s"] for record in records)
+    assert total == pytest.approx(told["cpu_seconds"] + seconds, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_either_part_ends_the_same(
+    curriculum: Path,
+    distilled_run: tuple[Path, HeadGates],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = {
+        "rlkv.training.distillation.Distiller.train_step": 7,
+        "rlkv.training.elimination.TraceLoss._measure": 5,
+    }
+    for name, calls in parts.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(name, dies_at(name, calls))
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path / "run", curriculum, **DISTILLED)
+    assert run(tmp_path / "run", curriculum, **DISTILLED).alpha.equal(distilled_run[1].alpha)
+
+
+def dies_at(name: str, calls: int) -> Any:
+    """Return the function of this name until its call number ``calls``."""
+    function, done = pkgutil.resolve_name(name), []
+
+    def counted(*args: Any) -> Any:
+        done.append(None)
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return counted
+
+
+def test_other_solutions_say_which_order_is_kept(
+    curriculum: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[list[MarkedText]] = []
+    choose = elimination.choose_order
+
+    def listen(model: Any, traces: list[MarkedText], *others: Any) -> HeadGates:
+        asked.append(traces)
+        return choose(model, traces, *others)
+
+    monkeypatch.setattr(elimination, "choose_order", listen)
+    model, tokenizer = tiny.load()
+    options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": "true"}
+    told = run(tmp_path / "run", curriculum, model, tokenizer, **options, l1_beta=0.3).training
+    measured, others = draw_traces(recorded(curriculum), 2, seed=0)
+    assert asked == [others]
+    assert len({text.ids for text in [*measured, *others]}) == 6
+    assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
+    parts = [told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]]
+    assert min(parts) > 0
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    total = sum(record["time/step_cpu_s"] for record in records)
+    assert total == pytest.approx(sum(parts), rel=0.2)
+    # activations were recomputed in the distillation alone
+    noted = json.loads((tmp_path / "run" / "distilled" / "run_config.json").read_text())
+    assert noted["gradient_checkpointing"] is True
+    assert not model.training
+    assert not model.is_gradient_checkpointing
+    unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0]
+    assert "l1_beta" in unread
+    assert "max_steps" in unread  # of configs/tiny.yaml
+    assert "elimination" not in unread
+
+
+def test_wandb_gets_the_heads_that_go(
+    curriculum: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged: list[dict[str, float]] = []
+    begin = WandbLog.on_train_begin
+
+    def listen(log: WandbLog, *given: Any, **named: Any) -> None:
+        begin(log, *given, **named)
+        write = log.run.log
+        monkeypatch.setattr(log.run, "log", lambda record: logged.append(record) or write(record))
+
+    monkeypatch.setattr(WandbLog, "on_train_begin", listen)
+    run(tmp_path / "run", curriculum, wandb="offline", elimination_sparsity=0.1)
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    kept = [record["traces/kept"] for record in records]
+    assert [record["elimination/traces_kept"] for record in logged] == kept
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_gates_are_the_start(curriculum: Path) -> None:
+    """Head (1, 1) goes last (the ground truth of the tiny model), whatever the gates say of it."""
+    model, _ = tiny.load()
+    implementation = model.config._attn_implementation
+    alpha = torch.arange(24).view(4, 6) / 24
+    # the gates would let it go before (0, 2), which nothing needs
+    alpha[1, 1] = 0.98
+    alpha[0, 2] = 0.99
+    gates = HeadGates(alpha=alpha, deploy_sink=4, deploy_window=16, training={"method": "hand"})
+    texts = recorded(curriculum)
+    traces, _ = draw_traces(texts, 6, seed=0)
+    result = rerank_on_traces(model, traces, gates, 0.92, 1.0)
+    assert compression_order(gates)[-2:] == [(1, 1), (0, 2)]
+    assert compression_order(result) == [*compression_order(gates)[:-2], (0, 2), (1, 1)]
+    facts = result.training["reranked"]
+    assert (facts["low"], facts["high"], facts["traces"]) == (0.92, 1.0, 6)
+    assert facts["passes"] > 2
+    assert facts["cpu_seconds"] > 0
+    assert result.training["method"] == "hand"
+    assert gates.training == {"method": "hand"}
+    assert model.config._attn_implementation == implementation
+    assert not any("rlkv_gate" in name for name, _ in model.named_modules())
+    assert traces == draw_traces(texts, 6, seed=0)[0] != draw_traces(texts, 6, seed=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"elimination_sparsity": 0.01}, "0.01"),
+        ({"elimination_sparsity": 0.41, "elimination_distillation": 8}, "further apart"),
+        ({"elimination_sparsity": 1.5, "elimination_distillation": 8}, "1.5"),
+        ({"elimination_traces": 7}, "7.*has only 6"),
+        ({"curriculum": "x.jsonl"}, "x"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    changed: dict[str, object], named: str, curriculum: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        run(tmp_path / "run", **{"curriculum": curriculum, **changed})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+def test_models_and_gates_that_do_not_fit_are_refused(
+    curriculum: Path, tmp_path: Path, prefill: str
+) -> None:
+    _, tokenizer = tiny.load()
+    layers = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    sliding = make_tiny_model("qwen2", vocab_size=len(tokenizer), **layers)
+    options = {**DISTILLED, "elimination_prefill": prefill}
+    with pytest.raises(ValueError, match="no full attention"):
+        run(tmp_path / "run", curriculum, sliding, tokenizer, **options)
+    assert not any("rlkv_gate" in name for name, _ in sliding.named_modules())
+    assert not (tmp_path / "run" / "distilled").exists()
+    with pytest.raises(ValueError, match="4 layers x 6"):
+        rerank_on_traces(make_tiny_model("llama"), [], HeadGates(torch.rand(4, 6)), 0.0, 0.5)
+    arguments = ["--config", "tiny", "--finder", "elimination", "--use_cpu", "true"]
+    with pytest.raises(ValueError, match="--curriculum"):
+        eliminate_heads(*parse_config(arguments))

@@ -1,6 +1,4 @@
-"""Fine-tuning of the built-in language model, on a small random one: loss, resuming, what it
-writes.
-"""
+"""Fine-tuning of the built-in language model, on a small random one."""
 
 from __future__ import annotations
 
@@ -21,11 +19,7 @@ from tests.helpers.models import make_tiny_model
 from tests.helpers.programs import load_program
 
 PROGRAM = load_program("train/finetune_smol.py")
-FinetuneConfig, finetune, make_trainer = (
-    PROGRAM.FinetuneConfig,
-    PROGRAM.finetune,
-    PROGRAM.make_trainer,
-)
+FinetuneConfig = PROGRAM.FinetuneConfig
 SHORT = {"steps": 4, "batch_size": 2, "rank": 2, "save_steps": 2, "held_out": 2, "device": "cpu"}
 
 
@@ -43,7 +37,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
     with progress_bar("", "steps", 4) as bar:
-        trainer = make_trainer(
+        trainer = PROGRAM.make_trainer(
             FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar
         )
     inputs = next(
@@ -62,47 +56,40 @@ def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> No
     torch.testing.assert_close(found, want.loss, rtol=1e-3, atol=0)
 
 
-def test_rows_are_the_same_each_time_and_grow() -> None:
+def test_rows_are_the_same_each_time_and_chains_grow() -> None:
     config = FinetuneConfig(steps=40, batch_size=2)
     rows = PROGRAM.training_rows(config)
     assert rows == PROGRAM.training_rows(config)
     lengths = [len(row["completion"][0]["content"]) for row in rows]
     assert max(lengths[:10]) < max(lengths[-20:])
     assert len(rows) == 80
-
-
-def test_chains_have_at_least_min_steps() -> None:
     rows = PROGRAM.training_rows(FinetuneConfig(steps=40, batch_size=1, min_steps=6))
     steps = [row["completion"][0]["content"].count(" depends on ") for row in rows]
-    assert min(steps) == 6
-    assert max(steps) == 12
+    assert (min(steps), max(steps)) == (6, 12)
     with pytest.raises(ValueError, match="min_steps"):
         PROGRAM.training_rows(FinetuneConfig(min_steps=13))
 
 
 def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    finetune(FinetuneConfig(output_dir=first, **SHORT))
-    further = FinetuneConfig(
-        output_dir=tmp_path / "further",
-        start_from=str(first / "adapter"),
-        **{**SHORT, "seed": 1, "steps": 2},
-    )
-    with progress_bar("", "steps", 2) as bar:
-        trained = {
-            n: p for n, p in make_trainer(further, bar).model.named_parameters() if p.requires_grad
-        }
+    first, further = tmp_path / "first", tmp_path / "further"
+    PROGRAM.finetune(FinetuneConfig(output_dir=first, **SHORT))
+    options = {**SHORT, "seed": 1, "steps": 2, "start_from": str(first / "adapter")}
+    config = FinetuneConfig(output_dir=further, **options)
     old = load_file(first / "adapter" / "adapter_model.safetensors")
-    before = {
-        name.replace(".default", ""): weight.detach().cpu().bfloat16()
-        for name, weight in trained.items()
-    }
+    with progress_bar("", "steps", 2) as bar:
+        model = PROGRAM.make_trainer(config, bar).model
+    before = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            before[name.replace(".default", "")] = parameter.detach().cpu().bfloat16()
     assert before.keys() == old.keys()
     assert all(torch.equal(before[name], old[name]) for name in old)
-    finetune(further)
-    new = load_file(tmp_path / "further" / "adapter" / "adapter_model.safetensors")
+    PROGRAM.finetune(config)
+    new = load_file(further / "adapter" / "adapter_model.safetensors")
     assert new.keys() == old.keys()
     assert any(not torch.equal(new[name], old[name]) for name in old)
+    with pytest.raises(ValueError, match="rank 2 -> 4"):
+        PROGRAM.finetune(FinetuneConfig(output_dir=first, **{**SHORT, "rank": 4}))
 
 
 def test_an_adapter_to_start_from_must_be_there_and_of_that_rank(tmp_path: Path) -> None:
@@ -110,50 +97,36 @@ def test_an_adapter_to_start_from_must_be_there_and_of_that_rank(tmp_path: Path)
         progress_bar("", "steps", 2) as bar,
         pytest.raises(ValueError, match=f"start_from={tmp_path}"),
     ):
-        make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
+        PROGRAM.make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
     LoraConfig(r=4).save_pretrained(str(tmp_path))
     with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match="rank 4"):
-        make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
+        PROGRAM.make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
 
 
 def test_a_run_that_was_stopped_gives_the_same_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = finetune(FinetuneConfig(output_dir=tmp_path / "whole", **SHORT))
-    assert {"config", "tokens", "held_out", "commit"} <= whole.keys()
-    assert sorted(path.name for path in (tmp_path / "whole" / "adapter").iterdir()) == [
-        *("adapter_config.json", "adapter_model.safetensors", "finetuning.json"),
-    ]
-    assert json.loads((tmp_path / "whole/adapter/adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ] == ("smollm2")
-    assert read_log(tmp_path / "whole" / "log.jsonl")
-
-    class Stop(Exception):
-        pass
-
-    steps = []
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    summary = PROGRAM.finetune(FinetuneConfig(output_dir=whole, **SHORT))
+    assert {"config", "tokens", "held_out", "commit"} <= summary.keys()
+    names = ["adapter_config.json", "adapter_model.safetensors", "finetuning.json"]
+    assert sorted(path.name for path in (whole / "adapter").iterdir()) == names
+    config = json.loads((whole / "adapter" / names[0]).read_text())
+    assert config["base_model_name_or_path"] == "smollm2"
+    assert read_log(whole / "log.jsonl")
+    original, steps = SFTTrainer.training_step, []
 
     def step(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         steps.append(self.state.global_step)
         if len(steps) > 3:
-            raise Stop
+            raise KeyboardInterrupt
         return original(self, *inputs, **kwargs)
 
     with monkeypatch.context() as patch:
-        original = SFTTrainer.training_step
         patch.setattr(SFTTrainer, "training_step", step)
-        with pytest.raises(Stop):
-            finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
-    (tmp_path / "stopped" / "checkpoint-3").mkdir()  # one that was being written
-    finetune(FinetuneConfig(output_dir=tmp_path / "stopped", **SHORT))
-    ours, theirs = (
-        tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "stopped")
-    )
+        with pytest.raises(KeyboardInterrupt):
+            PROGRAM.finetune(FinetuneConfig(output_dir=stopped, **SHORT))
+    (stopped / "checkpoint-3").mkdir()  # one that was being written
+    PROGRAM.finetune(FinetuneConfig(output_dir=stopped, **SHORT))
+    ours, theirs = (folder / "adapter" / names[1] for folder in (whole, stopped))
     assert ours.read_bytes() == theirs.read_bytes()
-
-
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    finetune(FinetuneConfig(output_dir=tmp_path, **SHORT))
-    with pytest.raises(ValueError, match="rank 2 -> 4"):
-        finetune(FinetuneConfig(output_dir=tmp_path, **{**SHORT, "rank": 4}))

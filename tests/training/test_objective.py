@@ -1,13 +1,16 @@
-"""The objective against values computed by hand."""
+"""The objective against values by hand, and the recipes token by token in float64."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
 from rlkv.training.objective import (
+    RECIPES,
+    Targets,
     adaptive_weight,
     advantages,
     constant_weight,
@@ -20,23 +23,16 @@ from rlkv.training.objective import (
     truncate,
 )
 
+MEANS = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+
 
 def test_the_weight_is_zero_up_to_tau_and_exponential_above() -> None:
-    means = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    found = adaptive_weight(means, beta=1e-3, tau=0.5)
-    # below and at tau: 0; above: 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
-    assert found.tolist() == pytest.approx(
-        [0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3], rel=1e-5
-    )
-
-
-def test_the_constant_weight_is_that_of_a_solved_group() -> None:
-    means = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    found = constant_weight(means, beta=1e-3)
-    assert found.tolist() == pytest.approx([1.7182818285e-3] * 5, rel=1e-6)
-    assert found[-1] == pytest.approx(
-        adaptive_weight(means, beta=1e-3, tau=0.5)[-1].item(), rel=1e-6
-    )
+    # 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
+    expected = [0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3]
+    found = adaptive_weight(MEANS, beta=1e-3, tau=0.5)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    # the constant one is that of a solved group
+    assert constant_weight(MEANS, beta=1e-3).tolist() == pytest.approx([expected[-1]] * 5, rel=1e-6)
 
 
 def test_the_penalty_averages_groups_of_different_means() -> None:
@@ -45,43 +41,41 @@ def test_the_penalty_averages_groups_of_different_means() -> None:
     assert means.tolist() == [1.0] * 4 + [0.5] * 4 + [0.75] * 4
     weights = adaptive_weight(means, beta=0.02, tau=0.5)
     expected = 0.02 * (math.e - 1 + 0 + math.exp(0.75) - 1) / 3  # = 0.0189018
-    assert weights.mean().item() == pytest.approx(expected, rel=1e-6)
     alphas = torch.tensor([1.0, 0.5, 0.0, 0.3], requires_grad=True)
     value = penalty(weights, alphas)
     assert value.item() == pytest.approx(expected * 0.45, rel=1e-6)
     value.backward()
     assert alphas.grad.tolist() == pytest.approx([expected / 4] * 4, rel=1e-6)
+    with pytest.raises(ValueError, match="groups of 4"):
+        group_means(torch.ones(6), 4)
 
 
-def test_group_advantages() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    found = advantages(rewards, 4)
-    std = 0.5  # of (1, 0, 0, 0) with N - 1
-    assert found.tolist() == pytest.approx(
-        [0.75 / (std + 1e-4), *[-0.25 / (std + 1e-4)] * 3, 0, 0, 0, 0], rel=1e-6
-    )
-
-
-def test_token_advantages_count_every_token() -> None:
+def test_advantages_of_groups_and_of_tokens() -> None:
+    found = advantages(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]), 4)
+    std = 0.5 + 1e-4  # of (1, 0, 0, 0) with N - 1
+    assert found.tolist() == pytest.approx([0.75 / std, *[-0.25 / std] * 3, 0, 0, 0, 0], rel=1e-6)
     found = token_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1, 3, 4]))
     mean, std = 5 / 8, math.sqrt((5 * 0.375**2 + 3 * 0.625**2) / 7)  # of 1, 0 0 0, 1 1 1 1
-    assert found.tolist() == pytest.approx(
-        [(r - mean) / (std + 1e-6) for r in (1.0, 0.0, 1.0)], rel=1e-6
-    )
+    expected = [(reward - mean) / (std + 1e-6) for reward in (1.0, 0.0, 1.0)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
     assert found.dtype == torch.float32
 
 
 def test_policy_loss_without_clipping_is_the_mean_advantage() -> None:
     logprobs = torch.log(torch.tensor([[0.5, 0.25, 0.1], [0.5, 0.5, 0.5]])).requires_grad_()
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    loss, clipped = policy_loss(
-        logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, 0.2, 4, mask.sum(1)
-    )
+    given = (logprobs, logprobs.detach(), torch.tensor([2.0, -1.0]), mask, 0.2, 4, mask.sum(1))
+    loss, clipped = policy_loss(*given)
     assert loss.item() == pytest.approx(-(2.0 - 1.0) / 4)
     assert clipped.item() == 0
     loss.backward()
     expected = [[-2 / 2 / 4, -2 / 2 / 4, 0.0], [1 / 3 / 4] * 3]
     assert logprobs.grad.tolist() == [pytest.approx(row) for row in expected]
+    # engines that agree weigh every token by 1
+    weight = importance_ratio(logprobs, logprobs.detach().clone())
+    assert torch.equal(weight, torch.ones(2, 3))
+    assert not weight.requires_grad
+    assert policy_loss(*given, weight_NT=weight)[0] == loss
 
 
 @pytest.mark.parametrize(
@@ -92,44 +86,17 @@ def test_policy_loss_clips_on_the_pessimistic_side(
     ratio: float, advantage: float, expected: float, clipped: int
 ) -> None:
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, found = policy_loss(
-        logprobs,
-        torch.zeros(1, 1),
-        torch.tensor([advantage]),
-        torch.ones(1, 1),
-        0.2,
-        1,
-        torch.ones(1),
-    )
+    one = torch.ones(1, 1)
+    loss, found = policy_loss(logprobs, 0 * one, advantage * one[0], one, 0.2, 1, one[0])
     assert loss.item() == pytest.approx(-expected)
     assert found.item() == clipped
     loss.backward()
     assert (logprobs.grad.item() == 0) == bool(clipped)
 
 
-def test_the_importance_weight_is_one_where_the_engines_agree() -> None:
-    logprobs = torch.randn(3, 5, requires_grad=True)
-    weight = importance_ratio(logprobs, logprobs.detach().clone())
-    assert torch.equal(weight, torch.ones(3, 5))
-    assert not weight.requires_grad
-    arguments = (
-        logprobs,
-        logprobs.detach(),
-        torch.tensor([1.0, -2.0, 0.5]),
-        torch.ones(3, 5),
-        0.2,
-        3,
-        torch.full((3,), 5),
-    )
-    assert policy_loss(*arguments, weight_NT=weight)[0] == policy_loss(*arguments)[0]
-
-
 def test_importance_weights_above_the_cap_are_truncated_or_masked() -> None:
-    trainer, rollout = (
-        torch.log(torch.tensor([0.5, 0.2, 0.9])),
-        torch.log(torch.tensor([0.25, 0.4, 0.1])),
-    )
-    ratio = importance_ratio(trainer, rollout)
+    trainer = torch.log(torch.tensor([0.5, 0.2, 0.9]))
+    ratio = importance_ratio(trainer, torch.log(torch.tensor([0.25, 0.4, 0.1])))
     assert ratio.tolist() == pytest.approx([2.0, 0.5, 9.0])
     assert truncate(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 3.0])
     assert mask_above(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 0.0])
@@ -137,33 +104,119 @@ def test_importance_weights_above_the_cap_are_truncated_or_masked() -> None:
 
 
 def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None:
-    """Sampled from q, weighted by p / q: the gradient is the one that samples from p would give on
-    average.
-    """
+    """Sampled from q, weighted by p / q: the gradient is on average the one of samples from p."""
     logits_p = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
     q, gain = torch.tensor([0.5, 0.2, 0.3]), torch.tensor([1.0, -2.0, 0.7])
-    logprobs = logits_p.log_softmax(-1)
-    weight = importance_ratio(logprobs, q.log())
-    losses = [
-        policy_loss(
-            logprobs[None, token : token + 1],
-            logprobs[None, token : token + 1].detach(),
-            gain[token : token + 1],
-            torch.ones(1, 1),
-            0.2,
-            1,
-            torch.ones(1),
-            weight[None, token : token + 1],
-        )[0]
-        for token in range(3)
-    ]
-    found = torch.autograd.grad(
-        sum(share * loss for share, loss in zip(q, losses, strict=True)), logits_p
-    )[0]
+    logprobs = logits_p.log_softmax(-1)[:, None]  # a sample of each token
+    weight = importance_ratio(logprobs, q.log()[:, None])
+    one = torch.ones(3, 1)
+    given = (logprobs, logprobs.detach(), gain * q, one, 0.2, 1, one[:, 0])
+    found = torch.autograd.grad(policy_loss(*given, weight)[0], logits_p, retain_graph=True)[0]
     expected = torch.autograd.grad(-(logits_p.softmax(-1) * gain).sum(), logits_p)[0]
     assert (found - expected).abs().max() < 1e-6
 
 
-def test_rewards_that_do_not_form_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="groups of 4"):
-        group_means(torch.ones(6), 4)
+# --- recipes, against plain renderings that walk over every token in float64
+
+GROUP, SAMPLES, WIDTH, CLIP, BETA, TAU = 4, 16, 7, 0.4, 0.02, 0.5
+
+
+class Step:
+    """Samples of one optimizer step: lengths, rewards, and log-probabilities of three sources."""
+
+    def __init__(self, seed: int, solved: float = 0.6) -> None:
+        draw = random.Random(seed)
+        self.lengths = [draw.randint(1, WIDTH) for _ in range(SAMPLES)]
+        self.rewards = [float(draw.random() < solved) for _ in range(SAMPLES)]
+        torch.manual_seed(seed)
+        shape = (SAMPLES, WIDTH)
+        self.old = -2 * torch.rand(shape, dtype=torch.float64) - 0.1
+        self.new = (self.old + torch.randn(shape, dtype=torch.float64) / 3).requires_grad_()
+        self.rollout = self.old - torch.randn(shape, dtype=torch.float64)  # ratios up to 10
+
+    def targets(self, recipe: str) -> Targets:
+        rewards = torch.tensor(self.rewards, dtype=torch.float64)
+        return RECIPES[recipe].targets(rewards, torch.tensor(self.lengths), GROUP)
+
+    def loss(self, recipe: str) -> torch.Tensor:
+        """Return the loss as the trainer has it: the mean over shuffled micro-batches."""
+        chosen, targets = RECIPES[recipe], self.targets(recipe)
+        mask = (torch.arange(WIDTH) < torch.tensor(self.lengths)[:, None]).int()
+        ratio = importance_ratio(self.old, self.rollout)
+        weight = chosen.limit(ratio, chosen.importance_cap)
+        losses = []
+        for part in torch.randperm(SAMPLES).split(4):
+            given = (self.new[part], self.old[part], targets.advantages[part], mask[part], CLIP)
+            divisor = targets.divisor[part]
+            losses.append(policy_loss(*given, len(part), divisor, weight[part])[0])
+        return torch.stack(losses).mean()
+
+    def token(self, i: int, t: int, advantage: float) -> tuple[float, float, float, float]:
+        """Return a token's importance weight, ratio, plain and clipped objective."""
+        new, old, rollout = (x[i, t].item() for x in (self.new, self.old, self.rollout))
+        ratio = math.exp(new - old)
+        clipped = min(max(ratio, 1 - CLIP), 1 + CLIP)
+        return math.exp(old - rollout), ratio, ratio * advantage, clipped * advantage
+
+
+def test_the_papers_loss_is_a_mean_of_means() -> None:
+    step, total = Step(0), 0.0
+    for i, length in enumerate(step.lengths):
+        group = step.rewards[i // GROUP * GROUP : i // GROUP * GROUP + GROUP]
+        mean = sum(group) / GROUP
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (GROUP - 1))
+        for t in range(length):
+            weight, _, plain, clipped = step.token(i, t, (step.rewards[i] - mean) / (std + 1e-4))
+            total -= min(weight, 3) * min(plain, clipped) / length / SAMPLES
+    assert step.loss("paper").item() == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_published_loss_is_the_mean_over_all_tokens_of_the_step(seed: int) -> None:
+    """Rewards are (r - 0.5) * 10, normalised over all tokens with std of N - 1 and 1e-5.
+
+    A token counts p / q, or nothing where that is above 5; the sum is divided by the number of all
+    tokens, the masked ones among them.
+    """
+    step, flat = Step(seed), list[float]()
+    for reward, length in zip(step.rewards, step.lengths, strict=True):
+        flat += [(reward - 0.5) * 10] * length
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
+    total, masked, gradient = 0.0, 0, torch.zeros_like(step.old)
+    for i in range(SAMPLES):
+        advantage = ((step.rewards[i] - 0.5) * 10 - mean) / (std + 1e-5)
+        for t in range(step.lengths[i]):
+            weight, ratio, plain, clipped = step.token(i, t, advantage)
+            if weight > 5:
+                masked += 1
+                continue
+            total -= weight * min(plain, clipped) / len(flat)
+            if plain <= clipped:
+                gradient[i, t] = -weight * ratio * advantage / len(flat)
+    found = step.loss("published")
+    assert masked > 0
+    assert found.item() == pytest.approx(total, rel=1e-6)
+    found.backward()
+    assert (step.new.grad - gradient).abs().max() < 1e-6 * gradient.abs().max()
+
+
+def test_the_published_penalty_takes_the_mean_reward_of_the_batch() -> None:
+    step = Step(1)
+    mean = sum(step.rewards) / SAMPLES
+    groups = [sum(step.rewards[i : i + GROUP]) / GROUP for i in range(0, SAMPLES, GROUP)]
+    assert min(groups) <= TAU < mean < 1  # the paper penalises nothing of the least group
+    weights = adaptive_weight(step.targets("published").mean_reward, BETA, TAU)
+    assert weights.tolist() == pytest.approx([BETA * (math.exp(mean) - 1)] * SAMPLES, rel=1e-6)
+    weights = adaptive_weight(step.targets("paper").mean_reward, BETA, TAU)
+    expected = [BETA * (math.exp(mean) - 1) * (mean > TAU) for mean in groups]
+    assert weights.view(-1, GROUP)[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equal_rewards_and_empty_completions_are_harmless(recipe: str) -> None:
+    for solved in (0.0, 1.0):
+        assert Step(2, solved).targets(recipe).advantages.tolist() == [0.0] * SAMPLES
+    targets = RECIPES[recipe].targets(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), 2)
+    assert (targets.divisor >= 1).all()
+    assert targets.advantages.isfinite().all()

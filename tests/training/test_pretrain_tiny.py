@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkv.tiny.tokenizer import build_tokenizer
+from rlkv.models.loading import load_tokenizer
 from tests.helpers.programs import load_program
 
 PROGRAM = load_program("train/pretrain_tiny.py")
@@ -19,7 +19,7 @@ SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400)
 def run(
     checkpoint: Path, stop_after: int | None = None, checkpoint_every: int = 1
 ) -> dict[str, torch.Tensor]:
-    tokenizer = build_tokenizer()
+    tokenizer = PROGRAM.build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0)
     config = replace(SHORT, checkpoint_every=checkpoint_every)
 
@@ -42,8 +42,16 @@ def test_checkpoints_and_stops_do_not_change_the_weights(tmp_path: Path, stop_af
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_the_packaged_tokenizer_is_the_one_that_is_built() -> None:
+    packaged = load_tokenizer("tiny")
+    built = PROGRAM.build_tokenizer()
+    assert packaged.get_vocab() == built.get_vocab()
+    assert packaged.chat_template == built.chat_template
+    assert packaged.padding_side == built.padding_side == "left"
+
+
 def test_labels_cover_the_solution_only() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = PROGRAM.build_tokenizer()
     ids, labels = PROGRAM.encode_batch(tokenizer, random.Random(0), num_definitions=4, rows=3)
     first = int((labels[0] != -100).nonzero()[0])
     assert tokenizer.decode(ids[0, first - 1]) == "<assistant>"
@@ -59,7 +67,7 @@ def test_closing_stage_masks_the_drawn_heads() -> None:
 
     from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 
-    tokenizer = build_tokenizer()
+    tokenizer = PROGRAM.build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0).eval()
     ids, _ = PROGRAM.encode_batch(tokenizer, random.Random(1), num_definitions=6, rows=2)
     with torch.no_grad():
@@ -93,7 +101,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     other = replace(SHORT, steps=2)
     with pytest.raises(ValueError, match=r"checkpoint.pt is of --steps 3 .*--work-dir"):
         PROGRAM.pretrain(
-            PROGRAM.build_model(build_tokenizer(), 0),
+            PROGRAM.build_model(PROGRAM.build_tokenizer(), 0),
             None,
             other,
             print,

@@ -1,11 +1,12 @@
-"""A whole training run on a random model: what changes, what is logged, what is exported, and exact
-resume.
-"""
+"""Whole GRPO runs on a random model: what changes, the log, the export, and exact resume."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,168 +17,89 @@ from transformers import TrainerCallback
 
 from rlkv.attention.head_gate import gates_matrix
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import Rows
+from rlkv.rollout.hf import GatedHFEngine
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log
-from tests.helpers import random_run
+from tests.helpers import engine_run, random_run
 
-KEYS = {
-    *[
-        "step",
-        "reward/mean",
-        "reward/std",
-        "reward/zero_spread_share",
-        "response/length_mean",
-        "response/length_max",
-    ],
-    *[
-        "response/truncated_share",
-        "penalty/beta_prime",
-        "penalty/value",
-        "policy/loss",
-        "policy/clip_share",
-    ],
-    *[
-        "gates/mean",
-        "gates/below_0.1",
-        "gates/below_0.5",
-        "gates/at_0",
-        "gates/at_1",
-        "gates/grad_norm",
-    ],
-    *["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/truncated_share"],
-    *["train/learning_rate", "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"],
-    *["time/step_cpu_s", "train/skipped_steps", "epoch"],
-}
+KEYS = """
+    step epoch reward/mean reward/std reward/zero_spread_share response/length_mean
+    response/length_max response/truncated_share penalty/beta_prime penalty/value policy/loss
+    policy/clip_share gates/mean gates/below_0.1 gates/below_0.5 gates/at_0 gates/at_1
+    gates/grad_norm rollout/logprob_diff_mean rollout/logprob_diff_max rollout/truncated_share
+    train/learning_rate train/skipped_steps time/rollout_s time/reward_s time/update_s time/step_s
+    time/step_cpu_s
+"""
+FAST = ["--learning_rate", "0.3", "--image_steps", "5"]
+START = torch.tensor([[0.0, 0.3, 0.6, 1.0], [0.2, 0.4, 0.8, 0.5]])
 
 
 class Watch(TrainerCallback):
-    """Keeps the frozen parameters and optimizer settings of the run, and may stop it like a crash."""
+    """Keeps the frozen parameters and optimizer settings, and may stop a run like a crash."""
 
     def __init__(self, crash_at: int | None = None) -> None:
         self.crash_at = crash_at
-        self.frozen_before: dict[str, torch.Tensor] = {}
-        self.frozen_after: dict[str, torch.Tensor] = {}
+        self.frozen: list[dict[str, torch.Tensor]] = []
         self.groups: list[dict[str, Any]] = []
-        self.ranges: list[tuple[float, float]] = []
+        self.gates: list[torch.Tensor] = []
 
-    @staticmethod
-    def _frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
-        }
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        named = given["model"].named_parameters()
+        self.frozen.append({n: p.detach().clone() for n, p in named if not p.requires_grad})
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
-        self.frozen_before = self._frozen(model)
+    on_train_end = on_train_begin
 
-    def on_step_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        alpha = gates_matrix(model)
-        self.ranges.append((alpha.min().item(), alpha.max().item()))
-        self.groups = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in optimizer.param_groups
-            if group["params"]
-        ]
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.gates.append(gates_matrix(given["model"]))
+        self.groups = [group for group in given["optimizer"].param_groups if group["params"]]
         if state.global_step == self.crash_at:
             raise KeyboardInterrupt
 
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
-        self.frozen_after = self._frozen(model)
 
-
-def without_times(path: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in record.items() if not k.startswith("time/")} for record in read_log(path)
-    ]
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records without their times."""
+    records = read_log(folder / "log.jsonl")
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, HeadGates]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     watch = Watch()
-    gates = random_run.run(folder, ["--image_steps", "5", "--learning_rate", "0.3"], [watch])
-    return folder, watch, gates
+    return folder, watch, random_run.run(folder, FAST, [watch])
 
 
-def test_gates_are_trained_and_nothing_else(whole_run: tuple[Path, Watch, HeadGates]) -> None:
-    folder, watch, _ = whole_run
-    history = torch.tensor([record["alpha"] for record in read_log(folder / "gates.jsonl")])
-    assert (history != 1).any(0).any(1).all()  # every layer's parameter; a gate may be held at 1
-    assert watch.frozen_before.keys() == watch.frozen_after.keys()
-    assert len(watch.frozen_before) > 10
-    for name, before in watch.frozen_before.items():
-        assert torch.equal(before, watch.frozen_after[name]), name
-
-
-def test_gates_stay_in_the_unit_interval(whole_run: tuple[Path, Watch, HeadGates]) -> None:
+def test_gates_are_trained_within_their_bounds_and_nothing_else(
+    whole_run: tuple[Path, Watch, HeadGates],
+) -> None:
     _, watch, gates = whole_run
-    assert all(0 <= low <= high <= 1 for low, high in watch.ranges)
-    assert (gates.alpha == 0).any()  # lr 0.3: without the clamp some would be below
-    assert len(watch.ranges) == 5
-
-
-def test_the_optimizer_is_the_papers(whole_run: tuple[Path, Watch, HeadGates]) -> None:
-    _, watch, _ = whole_run
-    assert len(watch.groups) == 1
-    group = watch.groups[0]
+    history = torch.stack(watch.gates)
+    assert history.shape == (5, 2, 4)
+    assert (history != 1).any(0).any(1).all()  # every layer's parameter; a gate may be held at 1
+    assert history.min() == 0 <= history.max() <= 1  # lr 0.3: without the clamp some would be below
+    before, after = watch.frozen
+    assert len(before) > 10
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (group,) = watch.groups
     assert (group["weight_decay"], group["lr"], tuple(group["betas"])) == (0.017, 0.3, (0.9, 0.999))
+    assert (history.mean(0) - gates.mean_alpha).abs().max() < 1e-6  # heads are ranked by it
 
 
 def test_the_log_has_every_key_at_every_step(whole_run: tuple[Path, Watch, HeadGates]) -> None:
-    folder, _, _ = whole_run
-    records = read_log(folder / "log.jsonl")
+    records = read_log(whole_run[0] / "log.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     for record in records:
-        assert record.keys() == KEYS
+        assert record.keys() == set(KEYS.split())
         assert all(isinstance(value, int | float) for value in record.values())
+        assert record["gates/grad_norm"] > 0
+        assert record["policy/clip_share"] == 0  # one update per rollout: the ratio is 1
+        # cached decoding and the forward of the loss differ by rounding
+        mean, largest = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
+        assert 0 < mean <= largest < 2e-5
     assert any(0 < record["reward/zero_spread_share"] < 1 for record in records)
     assert any(record["penalty/beta_prime"] > 0 for record in records)
-    assert all(record["gates/grad_norm"] > 0 for record in records)
-    assert all(
-        record["policy/clip_share"] == 0 for record in records
-    )  # one update per rollout: the ratio is 1
-    # cached decoding and the forward of the loss differ by rounding
-    assert all(
-        0 < record["rollout/logprob_diff_mean"] <= record["rollout/logprob_diff_max"] < 2e-5
-        for record in records
-    )
-
-
-def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
-    whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
-) -> None:
-    folder, _, _ = whole_run
-    random_run.run(tmp_path / "run", ["--adaptive", "false", "--learning_rate", "0.3"])
-    constant, adaptive = read_log(tmp_path / "run" / "log.jsonl"), read_log(folder / "log.jsonl")
-    assert [r["penalty/beta_prime"] for r in constant] == pytest.approx(
-        [0.05 * (math.e - 1)] * 5, rel=1e-6
-    )
-    assert (
-        constant[0]["reward/mean"] == adaptive[0]["reward/mean"] < 1
-    )  # the same rollout, not all of it right
-    assert constant[0]["penalty/beta_prime"] > adaptive[0]["penalty/beta_prime"]
-    assert HeadGates.load(tmp_path / "run" / "gates.pt").training["adaptive"] is False
-
-
-def test_rank_is_the_mean_of_the_gates_over_the_training(
-    whole_run: tuple[Path, Watch, HeadGates],
-) -> None:
-    folder, _, gates = whole_run
-    history = torch.tensor([record["alpha"] for record in read_log(folder / "gates.jsonl")])
-    assert history.shape == (5, 2, 4)
-    assert (history.mean(0) - gates.mean_alpha).abs().max() < 2e-6  # six decimals in the log
-    assert (history[-1] - gates.alpha).abs().max() < 2e-6
 
 
 def test_the_export_is_whole(whole_run: tuple[Path, Watch, HeadGates]) -> None:
@@ -185,110 +107,202 @@ def test_the_export_is_whole(whole_run: tuple[Path, Watch, HeadGates]) -> None:
     for name in ("gates.pt", "gates.safetensors", "adapter"):
         assert HeadGates.load(folder / name) == gates, name
     assert torch.equal(HeadGates.load(folder / "adapter_weights.tsv").alpha, gates.alpha)
-    for name in (
-        "heat_map.png",
-        "histogram.png",
-        "training_curves.png",
-        "images/heat_map_000005.png",
-    ):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for name in ("heat_map", "histogram", "training_curves", "images/heat_map_000005"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["training"]["steps"] == 5
     assert summary["training"]["final"]["gates/mean"] == pytest.approx(gates.alpha.mean().item())
-    model, _ = random_run.make_policy()
-    loaded = PeftModel.from_pretrained(model, folder / "adapter")
+    loaded = PeftModel.from_pretrained(random_run.make_policy()[0], folder / "adapter")
     assert torch.equal(gates_matrix(loaded), gates.alpha)
     assert (gates.sink, gates.window, gates.model.num_kv_heads) == (2, 6, 4)
 
 
-SCHEMES = {
-    "one rollout per step": [],
-    "two steps per rollout": [
-        *["--prompts_per_step", "2", "--steps_per_generation", "2", "--num_iterations", "1"],
-        *["--per_device_train_batch_size", "8", "--max_steps", "6"],
-    ],
-}
+def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
+    whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
+) -> None:
+    options = ["--adaptive", "false", "--learning_rate", "0.001", "--max_steps", "1"]
+    gates = random_run.run(tmp_path / "run", options)
+    constant, adaptive = log_of(tmp_path / "run")[0], log_of(whole_run[0])[0]
+    assert constant["penalty/beta_prime"] == pytest.approx(0.05 * (math.e - 1), rel=1e-6)
+    # the same rollout, not all of it right
+    assert constant["reward/mean"] == adaptive["reward/mean"] < 1
+    assert constant["penalty/beta_prime"] > adaptive["penalty/beta_prime"]
+    assert gates.training["adaptive"] is False
+    assert gates.training["init_gates"] is None
+    assert gates.alpha.min() > 0.998  # where none are given, gates start at 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_resumed_run_equals_an_uninterrupted_one(scheme: str, tmp_path: Path) -> None:
-    options = SCHEMES[scheme]
-    expected = random_run.run(tmp_path / "whole", options)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
+) -> None:
     # 10 problems are 2 steps an epoch (4 problems each): crashes in several epochs, one of them at
     # an epoch's start
     for crash_at in (2, 3, 4):
         with pytest.raises(KeyboardInterrupt):
-            random_run.run(tmp_path / "crashed", options, [Watch(crash_at)])
-    found = random_run.run(tmp_path / "crashed", options)
-    assert torch.equal(found.alpha, expected.alpha)
-    assert torch.equal(found.mean_alpha, expected.mean_alpha)
-    for name in ("log.jsonl", "gates.jsonl"):
-        assert without_times(tmp_path / "crashed" / name) == without_times(
-            tmp_path / "whole" / name
-        )
+            random_run.run(tmp_path / "run", FAST, [Watch(crash_at)])
+    assert random_run.run(tmp_path / "run", FAST) == whole_run[2]
+    assert log_of(tmp_path / "run") == log_of(whole_run[0])
 
 
-def test_a_finished_run_is_not_trained_again(
+def test_a_run_resumed_within_a_rollout_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    options = ["--prompts_per_step", "2", "--steps_per_generation", "2", "--max_steps", "4"]
+    whole = random_run.run(tmp_path / "whole", options)
+    with pytest.raises(KeyboardInterrupt):
+        random_run.run(tmp_path / "run", options, [Watch(crash_at=3)])
+    assert random_run.run(tmp_path / "run", options) == whole
+    assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
+
+
+def test_a_finished_run_is_exported_again_and_no_other_takes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = random_run.run(tmp_path / "run", ["--max_steps", "2"])
-    (tmp_path / "run" / "gates.pt").unlink()  # killed during the export
-    monkeypatch.setattr(
-        RLKVTrainer, "training_step", lambda *args, **kwargs: pytest.fail("trained again")
-    )
-    again = random_run.run(tmp_path / "run", ["--max_steps", "2"])
-    assert again == expected
-    assert HeadGates.load(tmp_path / "run" / "gates.pt") == expected
-
-
-def test_other_settings_or_no_resume_are_refused(tmp_path: Path) -> None:
-    random_run.run(tmp_path / "run", ["--max_steps", "1"])
+    run = tmp_path / "run"
+    expected = random_run.run(run, ["--max_steps", "1"])
+    (run / "gates.pt").unlink()  # killed during the export
+    monkeypatch.setattr(RLKVTrainer, "training_step", lambda *_, **__: pytest.fail("trained again"))
+    assert random_run.run(run, ["--max_steps", "1"]) == expected
+    assert HeadGates.load(run / "gates.pt") == expected
     with pytest.raises(ValueError, match=r"l1_beta 0\.05 -> 0\.1"):
-        random_run.run(tmp_path / "run", ["--max_steps", "1", "--l1_beta", "0.1"])
+        random_run.run(run, ["--max_steps", "1", "--l1_beta", "0.1"])
+    with pytest.raises(ValueError, match="--resume"):
+        random_run.run(run, ["--max_steps", "1", "--resume", "false"])
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=11)
     with pytest.raises(ValueError, match="problems '"):
-        random_run.run(tmp_path / "run", ["--max_steps", "1"])
-    with pytest.raises(ValueError, match="--resume"):
-        random_run.run(tmp_path / "run", ["--max_steps", "1", "--resume", "false"])
+        random_run.run(run, ["--max_steps", "1"])
 
 
-def test_too_few_problems_are_named(tmp_path: Path) -> None:
-    random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
-    with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
-        random_run.run(tmp_path / "run")
-
-
-def test_dropout_in_attention_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokenizer = random_run.make_policy()
-    model.config.attention_dropout = 0.1
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    monkeypatch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
-    with pytest.raises(ValueError, match="attention_dropout"):
-        random_run.run(tmp_path / "run", ["--max_steps", "1"])
-    assert not (tmp_path / "run" / "run_config.json").exists()
-
-
-def test_more_epochs_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    for epochs, steps in ((1, 2), (2, 4)):  # of 10 problems, 4 a step
-        random_run.run(tmp_path / "run", ["--max_steps", "-1", "--num_train_epochs", str(epochs)])
-        assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [
-            *range(1, steps + 1)
-        ]
-
-
-def test_a_run_of_epochs_with_several_updates_per_rollout_is_not_ended_early(
-    tmp_path: Path,
-) -> None:
+def test_epochs_of_several_updates_per_rollout_end_when_they_should(tmp_path: Path) -> None:
     class Interrupt(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 raise KeyboardInterrupt
 
-    options = ["--max_steps", "-1", "--num_train_epochs", "1", "--num_iterations", "2"]
+    options = ["--max_steps", "-1", "--num_iterations", "2", "--num_train_epochs"]
     with pytest.raises(KeyboardInterrupt):
-        random_run.run(tmp_path / "run", options, [Interrupt()])
-    random_run.run(tmp_path / "run", options)
-    assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
+        random_run.run(tmp_path / "run", [*options, "1"], [Interrupt()])
+    for epochs in (1, 2):  # of 10 problems, 4 a rollout, 2 steps each; more epochs go on
+        random_run.run(tmp_path / "run", [*options, str(epochs)])
+        assert [record["step"] for record in log_of(tmp_path / "run")] == [
+            *range(1, 4 * epochs + 1)
+        ]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HeadGates(alpha=torch.ones(3, 4)).save(tmp_path / "others.pt")
+    with pytest.raises(ValueError, match=r"others\.pt.*3 layers"):
+        random_run.run(tmp_path / "run", ["--init_gates", str(tmp_path / "others.pt")])
+    with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
+        random_run.run(tmp_path / "run", ["--liger_kernels", "true"])
+    model, tokenizer = random_run.make_policy()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with monkeypatch.context() as patch:
+        patch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
+        with pytest.raises(ValueError, match="attention_dropout"):
+            random_run.run(tmp_path / "run")
+    random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
+    with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
+        random_run.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_tied_to_the_gates_that_it_starts_from(tmp_path: Path) -> None:
+    shape = ModelShape.from_config(random_run.make_policy()[0].config)
+    start = HeadGates(START, model=shape, training={"method": "trace_distillation", "steps": 7})
+    paths = [tmp_path / name for name in ("start.pt", "moved.safetensors", "other.pt")]
+    start.save(paths[0])
+    start.save(paths[1])
+    replace(start, alpha=START.flip(0), mean_alpha=START.flip(0)).save(paths[2])
+
+    def run(steps: int, path: Path) -> HeadGates:
+        options = ["--max_steps", str(steps), "--learning_rate", "0.001", "--init_gates", str(path)]
+        return random_run.run(tmp_path / "run", options)
+
+    first = run(1, paths[0])
+    # AdamW's first step moves a gate by the learning rate at most, plus the weight decay of
+    # 0.017 * 0.001
+    assert 0 < (first.alpha - START).abs().max() < 0.00102
+    facts = first.training["init_gates"]
+    assert (facts["method"], facts["steps"]) == ("trace_distillation", 7)
+    assert str(tmp_path) not in json.dumps(first.training)
+    with pytest.raises(ValueError, match=r"\(init_gates"):
+        run(2, paths[2])
+    assert run(2, paths[1]).training["init_gates"] == facts
+
+
+# --- recipes and engines
+
+
+def test_a_published_run_does_not_depend_on_its_micro_batches(tmp_path: Path) -> None:
+    options = ["--recipe", "published", "--learning_rate", "0.2", "--max_steps", "3"]
+    options.append("--per_device_train_batch_size")
+    whole = random_run.run(tmp_path / "whole", [*options, "16"])
+    # 16 rows in 18 slots
+    parts = random_run.run(tmp_path / "parts", [*options, "3"])
+    assert (whole.alpha < 0.9).any()
+    assert (whole.alpha - parts.alpha).abs().max() < 1e-5
+    for record in log_of(tmp_path / "parts"):
+        mean = record["reward/mean"]
+        expected = 0.05 * math.expm1(mean) if mean > 0.4 else 0.0
+        assert record["penalty/beta_prime"] == pytest.approx(expected, rel=1e-6)
+        # advantages have mean 0 over tokens
+        assert record["policy/loss"] == pytest.approx(0, abs=1e-6)
+
+
+class OffEngine(GatedHFEngine):
+    """Says of the fourth and eleventh token that they were less likely, by ``exp(shift)``."""
+
+    shift = 0.0
+
+    def sample(self, *args: Any) -> Iterator[Any]:
+        for index, sample in super().sample(*args):
+            logprobs = list(sample.logprobs)
+            logprobs[3::7] = [value - self.shift for value in logprobs[3::7]]
+            yield index, replace(sample, logprobs=logprobs)
+
+
+def test_tokens_above_the_cap_are_left_out_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of e^1.7 = 5.5 and e^2 = 7.4 are above 5, e^1.5 = 4.5 is not."""
+
+    def run(shift: float, recipe: str) -> tuple[float, torch.Tensor]:
+        engine = engine_run.make_engine(OffEngine)
+        engine.shift = shift
+        monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *_: nullcontext(engine))
+        options = ["--rollout", "vllm-server", "--max_steps", "1", "--learning_rate", "0.2"]
+        folder = tmp_path / f"{shift}-{recipe}"
+        gates = random_run.run(folder, [*options, "--recipe", recipe])
+        return log_of(folder)[0]["rollout/truncated_share"], gates.alpha
+
+    below, above, further = (run(shift, "published") for shift in (1.5, 1.7, 2.0))
+    assert below[0] == 0
+    assert 0.05 < above[0] == further[0] < 0.25
+    assert torch.equal(above[1], further[1])
+    assert not torch.equal(below[1], further[1])
+    assert run(2.0, "paper")[0] > 0
+
+
+class OneServerOff(GatedHFEngine):
+    """Every fourth row is the second server's, whose weights are others."""
+
+    def sample(self, rows: Rows, *args: Any) -> Iterator[Any]:
+        for index, sample in super().sample(rows, *args):
+            if rows.numbers[index] % 4 == 3:
+                logprobs = [value - 0.9 for value in sample.logprobs]
+                sample = replace(sample, logprobs=logprobs, source=1)
+            yield index, sample
+
+
+def test_a_server_with_other_weights_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
+    monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *_: nullcontext(engine))
+    servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
+    named = r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"
+    with pytest.raises(ValueError, match=named):
+        random_run.run(tmp_path / "run", servers)

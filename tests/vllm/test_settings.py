@@ -357,7 +357,7 @@ def test_the_settings_are_resolved_once(llama: Served, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("alone")
 def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from rlkv.tiny.tokenizer import build_tokenizer
+    from tests.helpers.models import build_tokenizer
 
     shutil.copytree(llama.path, tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")

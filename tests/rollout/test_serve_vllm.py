@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from rlkv.rollout.footprint import GIB
-from rlkv.training import serve
-from rlkv.training.serve import ServeConfig, fitting_kv_gib
+from tests.helpers.programs import load_program
 
-LLAMA = ServeConfig(
+SERVE = load_program("rollout/serve_vllm.py")
+LLAMA = SERVE.ServeConfig(
     model="deepseek-ai/DeepSeek-R1-Distill-Llama-8B", dtype="bfloat16", max_positions=8192
 )
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, gib: int | None) -> None:
-    monkeypatch.setattr(serve, "free_memory", lambda device: None if gib is None else gib * GIB)
+    monkeypatch.setattr(SERVE, "free_memory", lambda device: None if gib is None else gib * GIB)
 
 
 def test_the_cache_takes_what_the_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 80)
-    assert fitting_kv_gib(LLAMA) == pytest.approx(72 - 15 - 6, abs=0.1)
+    assert SERVE.fitting_kv_gib(LLAMA) == pytest.approx(72 - 15 - 6, abs=0.1)
     gpu(monkeypatch, None)
-    assert fitting_kv_gib(LLAMA) == 4
+    assert SERVE.fitting_kv_gib(LLAMA) == 4
 
 
 def test_a_gpu_that_is_too_small_is_an_error_with_what_it_lacks(
@@ -31,10 +31,10 @@ def test_a_gpu_that_is_too_small_is_an_error_with_what_it_lacks(
     with pytest.raises(
         ValueError, match=r"Llama-8B.* 7\.6 GiB.*--engine hf"
     ):  # a row of 1 GiB, and 6.6 too little
-        fitting_kv_gib(LLAMA)
+        SERVE.fitting_kv_gib(LLAMA)
 
 
 @pytest.mark.parametrize("kv_gib", [0, -1])
 def test_no_memory_is_refused(kv_gib: float) -> None:
     with pytest.raises(ValueError, match=f"--kv-gib.* {kv_gib}"):
-        ServeConfig(kv_gib=kv_gib).check()
+        SERVE.ServeConfig(kv_gib=kv_gib).check()

@@ -1,0 +1,254 @@
+"""The PEFT method: what is trained, saved and loaded, several adapters, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.shape import ModelShape
+from tests.helpers.models import make_tiny_model
+
+IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peft asks the hub whether a folder is a repository too, half a minute without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def gated(family: str = "llama", base: Any = None, **settings: Any) -> PeftModel:
+    config = HeadGateConfig(**{"sink": 2, "window": 8, **settings})
+    return get_peft_model(make_tiny_model(family) if base is None else base, config)
+
+
+def randomize(model: PeftModel) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for _, gate in gate_parameters(model):
+            gate.uniform_()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+# --- what is trained, saved and loaded
+
+
+def test_saving_keeps_the_gates_and_their_sizes_only(family: str, tmp_path: Path) -> None:
+    make_tiny_model(family).save_pretrained(tmp_path / "base")
+    model = gated(base=AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval())
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 3
+    assert all(name.endswith("self_attn.rlkv_gate.alpha.default") for name in names)
+    assert torch.equal(gates_matrix(model), torch.ones(3, 4))
+    randomize(model)
+    expected, matrix = logits(model), gates_matrix(model)
+    model.save_pretrained(tmp_path / "gates")
+    stored = load_file(tmp_path / "gates" / "adapter_model.safetensors")
+    assert [tuple(tensor.shape) for tensor in stored.values()] == [(4,)] * 3
+    config = json.loads((tmp_path / "gates" / "adapter_config.json").read_text())
+    assert (config["sink"], config["window"], config["peft_type"]) == (2, 8, "HEAD_GATE")
+    loaded = PeftModel.from_pretrained(make_tiny_model(family), tmp_path / "gates")
+    assert torch.equal(gates_matrix(loaded), matrix)
+    assert torch.equal(logits(loaded), expected)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    by_name = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "gates")
+    assert torch.equal(logits(by_name.eval()), expected)
+    of_gates = HeadGates.load(tmp_path / "gates")
+    assert torch.equal(of_gates.alpha, matrix)
+    assert (of_gates.sink, of_gates.window) == (2, 8)
+    model.get_base_model().config.save_pretrained(tmp_path / "again")
+    before, again = (tmp_path / name / "config.json" for name in ("base", "again"))
+    assert json.loads(before.read_text()) == json.loads(again.read_text())  # nothing of ours leaks
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_peft_and_transformers_load_what_gates_save(head: bool, tmp_path: Path) -> None:
+    make_tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    model = gated(base=AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    randomize(model)
+    matrix = gates_matrix(model)
+    shape = ModelShape.from_config(model.config, str(tmp_path / "base"))
+    HeadGates(matrix, model=shape, sink=2, window=8).save(tmp_path / "gates")
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    auto = AutoModelForCausalLM if head else AutoModel
+    for folder in (tmp_path / "gates", tmp_path / "peft"):
+        by_adapter = auto.from_pretrained(tmp_path / "base")
+        by_adapter.load_adapter(folder)
+        for loaded in (auto.from_pretrained(folder), by_adapter):
+            assert torch.equal(gates_matrix(loaded), matrix)
+            if head:
+                assert torch.equal(logits(loaded), logits(model))
+        if not head:
+            continue
+        by_peft = PeftModel.from_pretrained(make_tiny_model("qwen3"), folder)
+        assert torch.equal(logits(by_peft), logits(model))
+        config = by_peft.peft_config["default"]
+        assert (config.sink, config.window) == (2, 8)
+        assert config.base_model_name_or_path == str(tmp_path / "base")
+
+
+def test_disabled_and_unloaded_models_are_the_untouched_one(family: str) -> None:
+    base = make_tiny_model(family)
+    expected = logits(base)
+    model = gated(base=base)
+    randomize(model)
+    with_gates = logits(model)
+    assert (with_gates - expected).abs().max() > 0.1
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), with_gates)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 3
+    plain = model.unload()
+    assert torch.equal(logits(plain), expected)
+    assert plain.config._attn_implementation == "sdpa"
+    assert not [name for name, _ in plain.named_parameters() if "rlkv" in name]
+    assert "generate_batch" not in vars(plain)
+    assert torch.equal(logits(gated(base=plain)), expected)
+
+
+def test_several_adapters_have_gates_and_sizes_of_their_own() -> None:
+    model = gated(init_value=0.0)
+    first = logits(model)
+    model.add_adapter("other", HeadGateConfig(sink=4, window=30, init_value=0.0))
+    assert torch.equal(logits(model), first)
+    model.set_adapter("other")
+    assert torch.equal(logits(model), logits(gated(sink=4, window=30, init_value=0.0)))
+    assert (logits(model) - first).abs().max() > 0.01
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="default, other"):
+        logits(model)
+    model.set_adapter("other")
+    with pytest.warns(UserWarning, match="default"):
+        model.delete_adapter("other")
+    assert torch.equal(logits(model), first)
+    assert not [name for name, _ in model.named_parameters() if "other" in name]
+    with pytest.raises(ValueError, match=r"'default' is the only set.*unload"):
+        model.delete_adapter("default")
+    assert torch.equal(logits(model), first)
+
+
+def test_a_copy_of_a_gated_model_works_on_its_own() -> None:
+    model = gated()
+    randomize(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), logits(model))
+    with torch.no_grad():
+        gate_parameters(model)[0][1].zero_()
+    assert not torch.equal(logits(twin), logits(model))
+
+
+def test_layers_with_a_sliding_window_are_left_alone() -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 8}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    torch.manual_seed(0)
+    config = Qwen2Config(use_sliding_window=True, max_window_layers=2, **sizes)
+    base = Qwen2ForCausalLM(config).eval()
+    expected = logits(base)
+    model = gated(base=base)
+    assert [layer for layer, _ in gate_parameters(model)] == [0, 1]
+    assert torch.equal(gates_matrix(model), torch.ones(4, 4))
+    assert (logits(model) - expected).abs().max() < 1e-5
+    randomize(model)
+    assert (logits(model) - expected).abs().max() > 1e-3
+    assert torch.equal(gates_matrix(model)[2:], torch.ones(2, 4))
+    with pytest.raises(ValueError, match="mistral"):
+        gated(base=MistralForCausalLM(MistralConfig(**sizes)))
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"num_key_value_heads": 2}])
+def test_gates_of_another_shape_are_refused(other: dict[str, int], tmp_path: Path) -> None:
+    gated().save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    HeadGates(torch.full((3, 4), 0.5)).save(tmp_path / "gates")
+    for folder in (tmp_path / "peft", tmp_path / "gates"):
+        with pytest.raises(ValueError, match=r"3 layers x 4 KV heads, but .* has \d x \d"):
+            PeftModel.from_pretrained(make_tiny_model("llama", **other), folder)
+        with pytest.raises(ValueError, match="3 layers x 4 KV heads"):
+            make_tiny_model("llama", **other).load_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"sink": -1}, "sink"),
+        ({"window": 0}, "window"),
+        ({"init_value": 1.5}, "init_value"),
+        ({"target_modules": ["layers.0.self_attn", "layers.7.self_attn"]}, "7.self_attn, which"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        gated(**settings)
+
+
+def test_chosen_modules_get_gates_and_a_plain_model_has_none() -> None:
+    one = gated(target_modules=["layers.0.self_attn"])
+    assert [layer for layer, _ in gate_parameters(one)] == [0]
+    with pytest.raises(ValueError, match="no gates"):
+        gate_parameters(make_tiny_model("llama"))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failed_trial_leaves_no_gates_on_the_model(error: type[BaseException]) -> None:
+    def fail(*_: object) -> None:
+        raise error("two tokens")
+
+    model = make_tiny_model("llama")
+    state = (list(dict(model.named_parameters())), model.config._attn_implementation)
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(error, match="two tokens"):
+        get_peft_model(model, HeadGateConfig())
+    hook.remove()
+    assert (list(dict(model.named_parameters())), model.config._attn_implementation) == state
+
+
+def test_calls_that_bypass_the_gates_are_refused() -> None:
+    model = gated()
+    base: Any = model.get_base_model()
+    packed = torch.cat([torch.arange(30), torch.arange(30)])[None].expand(2, -1)
+    mask = torch.ones(2, 1, 60, 60, dtype=torch.bool).tril()
+    calls = {
+        "unload": [model.merge_and_unload, model.merge_adapter],
+        "continuous batching": [
+            lambda: base.generate_batch(IDS.tolist()),
+            lambda: base.init_continuous_batching(),
+        ],
+        "static": [
+            lambda: model.generate(input_ids=IDS, max_new_tokens=3, cache_implementation="static")
+        ],
+        "4D": [lambda: model(IDS, attention_mask=mask)],
+        "packed": [lambda: base(IDS, position_ids=packed, use_cache=False)],
+    }
+    for named, refused in calls.items():
+        for call in refused:
+            with pytest.raises(ValueError, match=named):
+                call()
+    assert len(gate_parameters(model)) == 3
+    base.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="changed to 'eager'"):
+        logits(model)
+    with model.disable_adapter():
+        logits(model)
