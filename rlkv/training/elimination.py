@@ -33,10 +33,13 @@ from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import (
+    RESUMABLE_KEYS,
     TRUSTED_SPARSITY,
     DistillSettings,
     GateTrainingArguments,
     RLKVSettings,
+    RunSettings,
+    option_names,
 )
 from rlkv.training.distillation import (
     TOKENS_AT_ONCE,
@@ -47,7 +50,7 @@ from rlkv.training.distillation import (
     make_batch,
     read_traces,
 )
-from rlkv.training.run_folder import GATES_LOG, LOG, RESUMABLE_KEYS, RunFolder, append_record
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, shadow
@@ -542,8 +545,6 @@ def choose_order(
 SOLUTIONS = 6  # of a step of the distillation
 DISTILLED = "distilled"  # its folder, in that of the run
 FASTEST = 0.25  # learning rate: gates that reach 0 at once tell of no order
-COPIED = {"model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "resume"}
-SIZES = ("deploy_sink", "deploy_window")
 
 
 def unordered_gates(shape: ModelShape, settings: RLKVSettings) -> HeadGates:
@@ -564,19 +565,19 @@ def distillation_settings(
     A solution at a time, which needs the least memory, and on a CPU the least time, as nothing is
     padded.
     """
+    shared = {name: getattr(settings, name) for name in option_names(RunSettings)}
+    shared |= {"wandb": "disabled", "gates_link": None, "image_steps": 0}
+    shared |= {"sink": settings.deploy_sink, "window": settings.deploy_window}
     return DistillSettings(
-        **{name: getattr(settings, name) for name in (*COPIED, *SIZES)},
+        **shared,
         data="traces",
         prefill="local",
-        sink=settings.deploy_sink,
-        window=settings.deploy_window,
         max_length=sys.maxsize,
         steps=settings.elimination_distillation,
         learning_rate=min(FASTEST, 2 / settings.elimination_distillation),
         batch_size=SOLUTIONS,
         gradient_checkpointing=args.gradient_checkpointing,
         save_steps=5,
-        image_steps=0,
         seed=args.seed,
         device=str(args.device),
         output_dir=str(folder),
@@ -605,23 +606,6 @@ def distilled_order(
     return with_order(start, compression_order(distilled)), seconds
 
 
-SETTINGS = {
-    "finder",
-    "model",
-    "dtype",
-    "template",
-    "curriculum",
-    "deploy_sink",
-    "deploy_window",
-    "forward_rows",
-}
-SETTINGS |= {
-    "elimination_traces",
-    "elimination_sparsity",
-    "elimination_budget",
-    "elimination_prefill",
-}
-SETTINGS |= {"elimination_distillation"}
 GRPO_OPTIONS = (
     "max_steps",
     "learning_rate",
@@ -631,11 +615,7 @@ GRPO_OPTIONS = (
     "temperature",
 )
 MEASURED = "measured.jsonl"
-# of what else is set it reads nothing
-READ = SETTINGS | COPIED | {"init_gates", "output_dir", "wandb", "wandb_project", "gates_link"}
-UNMEASURED = RESUMABLE_KEYS - {
-    "forward_rows"
-}  # no measurement depends on them; rows number the batches
+READ = {of.name for of in fields(RLKVSettings) if "elimination" in of.metadata["finders"]}
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 
@@ -780,7 +760,7 @@ def eliminate_heads(
         settings.elimination_traces,
     )
     traces, others = draw_apart(settings.curriculum, tokenizer, template, number, args.seed)
-    config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
+    config = {name: value for name, value in asdict(settings).items() if name in READ}
     config["dtype"] = dtype_name(settings.dtype, args.device)
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     config |= {
@@ -790,9 +770,9 @@ def eliminate_heads(
         "data_digest": digest([text.ids for text in traces]),
     }
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
-    measured = {name: value for name, value in config.items() if name not in UNMEASURED} | {
-        "likeliest": KEPT
-    }
+    # no measurement depends on what may change when it is resumed, but rows number the batches
+    kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
+    measured = {name: config[name] for name in sorted(kept)} | {"likeliest": KEPT}
     start = unordered_gates(ModelShape.from_config(model.config), settings)
     num_removals(
         start.alpha.numel(), low, settings.elimination_sparsity
@@ -836,7 +816,7 @@ class RemovalLog:
         self.folder, self.full, self.steps, self._cpu_seconds = run.path, full_LH, 0, -seconds
         self.wandb = run.open_wandb()
         if self.wandb:
-            self.wandb.on_train_begin(args, None, None)
+            self.wandb.start(args.run_name)
         for name in (LOG, GATES_LOG):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -21,9 +21,9 @@ from rlkv.models.prompts import build_messages, choose_template
 from rlkv.rollout.footprint import card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable, hold_out
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.config import GateTrainingArguments, RLKVSettings, option_names
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder, SampleLog, load_tensors
+from rlkv.training.run_folder import RunFolder, load_tensors
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import (
     GATE_MEAN,
@@ -124,42 +124,6 @@ def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
         return PROMPT_TOKENS
 
 
-_TRAINING_KEYS = [
-    *[
-        "output_dir",
-        "run_name",
-        "seed",
-        "max_steps",
-        "num_train_epochs",
-        "prompts_per_step",
-        "num_generations",
-    ],
-    *[
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_completion_length",
-        "learning_rate",
-        "lr_scheduler_type",
-        "weight_decay",
-    ],
-    *[
-        "adam_beta1",
-        "adam_beta2",
-        "max_grad_norm",
-        "recipe",
-        "epsilon",
-        "importance_cap",
-        "num_iterations",
-    ],
-    *[
-        "steps_per_generation",
-        "generation_batch_size",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    ],
-    *["save_steps", "save_total_limit"],
-]
 CURVES = (
     ("reward/mean", "mean reward"),
     ("gates/mean", "mean gate"),
@@ -188,7 +152,9 @@ def run_config(
     """The settings that define a run, JSON-able, with digests of the problems and of the gates at
     the start.
     """
-    training = {key: getattr(args, key) for key in _TRAINING_KEYS}
+    noted = option_names(GateTrainingArguments, resume=True)
+    noted |= option_names(GateTrainingArguments, resume=False)
+    training = {key: getattr(args, key) for key in sorted(noted)}
     found = {
         **asdict(settings),
         **training,
@@ -272,8 +238,10 @@ def train_gates(
         if held_out is None
         else [HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer)]
     )
-    samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
-    loggers = [*run.loggers(make_gates, samples), StepLine()] if main else []
+    loggers: list[TrainerCallback] = []
+    if main:
+        logs = run.loggers(make_gates, lambda: trainer.samples, settings.sample_steps)
+        loggers = [*logs, StepLine()]
     extra = [*(callbacks or []), *([] if stop is None else [stop]), *measured, *loggers]
     with open_engine(settings, args, longest_prompt(curriculum, tokenizer)) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, extra, engine)

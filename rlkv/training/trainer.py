@@ -264,19 +264,13 @@ class GateLossTrainer(ResumableGRPOTrainer):
     settings: RLKVSettings
     gates: list[nn.Parameter]
     release_weights: Callable[[], None]  # of a sharded base, after a backward pass
-    _inputs: dict[str, Any]  # of the last loss
     _tally: dict[str, Tensor]  # of this process in this step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As trl, which measures the wall-clock time of the same span.
-
-        Gradients that are not finite are noted.
-        """
+        """As trl, which measures the wall-clock time of the same span."""
         started = time.process_time()
         loss = super().training_step(*args, **kwargs)
         self.release_weights()
-        rank = self.accelerator.process_index
-        self.skip_nonfinite.look(loss, self.gates, self._inputs, self.state.global_step, rank)
         if self.accelerator.sync_gradients:
             self._note_step()
         self._seconds["cpu"] += time.process_time() - started
@@ -312,7 +306,7 @@ class GateLossTrainer(ResumableGRPOTrainer):
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        settings, mean_reward, self._inputs = self.settings, inputs["mean_reward"], inputs
+        settings, mean_reward = self.settings, inputs["mean_reward"]
         if settings.adaptive:
             weight = objective.adaptive_weight(mean_reward, settings.l1_beta, settings.tau)
         else:
@@ -744,10 +738,8 @@ class RLKVTrainer(GateLossTrainer):
         self.settings = settings
         self.reward = reward
         self.engine = engine
-        self.gate_mean, self.skip_nonfinite = (
-            GateMean(),
-            SkipNonFinite(Path(args.output_dir or ".")),
-        )
+        self.gate_mean = GateMean()
+        self.skip_nonfinite = SkipNonFinite()
         self._seconds = {"rollout": 0.0, "reward": 0.0, "cpu": 0.0}
         self._rewards = torch.zeros(0)
         self._answers: list[str] = []

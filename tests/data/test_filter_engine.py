@@ -14,7 +14,7 @@ from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout import footprint as estimate
 from rlkv.rollout.footprint import GIB
-from rlkv.utils.configs import CONFIGS
+from rlkv.cli.app import CONFIGS
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 
 

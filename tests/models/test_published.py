@@ -8,7 +8,7 @@ import pytest
 
 from rlkv.models.shape import PUBLISHED, same_model, short_name
 from rlkv.rollout.footprint import Footprint
-from rlkv.utils.configs import CONFIGS
+from rlkv.cli.app import CONFIGS
 
 # billions of parameters, layers, KV heads: the models' cards, and the paper
 FACTS = {"llama8b": (8.03, 32, 8), "qwen7b": (7.62, 28, 4), "qwen3_4b": (4.02, 36, 8)}

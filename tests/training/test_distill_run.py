@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlkv.cli.train import parse_distill_config
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
-from rlkv.training.config import parse_distill_config
 from rlkv.training.distillation import distill_gates
 from rlkv.utils.files import read_log
 from tests.helpers.paths import ROOT
@@ -210,7 +210,7 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
         (["--curriculum", "a.parquet"], "curriculum belongs to --data traces"),
         (["--data", "traces", "--haystack", "a.txt"], "haystack belongs to --data recall"),
         (["--haystack", "a.txt"], "the tiny model reads no text"),
-        (["--prefill", "half"], "prefill must be one of local, full, got 'half'"),
+        (["--prefill", "half"], "unknown --prefill 'half': choose one of local, full"),
         (["--prefill", "full"], "use prefill local"),
         (
             ["--prefill", "full", "--data", "traces", "--gradient_checkpointing", "true"],
@@ -246,7 +246,7 @@ def test_help_explains_the_tasks(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "DuoAttention" in shown
-    assert "--l1_weight" in shown
+    assert "--l1-weight" in shown
 
 
 def test_traces_without_outputs_are_named(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
+from rlkv.cli.app import CONFIGS
 from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.base import EngineFacts
 from rlkv.rollout.remote import RolloutServer
-from rlkv.utils.configs import CONFIGS
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run, warm
 

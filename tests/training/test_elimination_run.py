@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from rlkv import tiny
-from rlkv.cli.train import main
+from rlkv.cli.train import main, parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
-from rlkv.training.config import parse_config
 from rlkv.training.elimination import (
     TraceLoss,
     draw_apart,
@@ -248,14 +247,14 @@ def test_wandb_gets_the_heads_that_go(curriculum: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_SILENT", "true")
     settings, args = parse_config(options(curriculum, wandb="offline", elimination_sparsity=0.1))
     logged: list[dict[str, float]] = []
-    begin = WandbLog.on_train_begin
+    begin = WandbLog.start
 
-    def listen(log: WandbLog, *given: Any, **named: Any) -> None:
-        begin(log, *given, **named)
+    def listen(log: WandbLog, name: str | None) -> None:
+        begin(log, name)
         write = log.run.log
         monkeypatch.setattr(log.run, "log", lambda record: logged.append(record) or write(record))
 
-    monkeypatch.setattr(WandbLog, "on_train_begin", listen)
+    monkeypatch.setattr(WandbLog, "start", listen)
     eliminate_heads(settings, args)
     records = read_log(curriculum.parent / "run" / "log.jsonl")
     assert [record["elimination/traces_kept"] for record in logged] == [

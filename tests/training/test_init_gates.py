@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkv.cli.train import parse_config
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.training.config import parse_config
 from tests.helpers import random_run
 
 START = torch.tensor([[0.0, 0.3, 0.6, 1.0], [0.2, 0.4, 0.8, 0.5]])

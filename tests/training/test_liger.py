@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from rlkv.training.config import parse_config
+from rlkv.cli.train import parse_config
 from rlkv.training.grpo import apply_liger, train_gates
 from tests.helpers.models import make_tiny_model
 

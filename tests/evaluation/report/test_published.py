@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rlkv.evaluation.report import find_published, published_numbers
-from rlkv.utils.configs import preset_file
+from rlkv.cli.app import preset_file
 
 LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = (LLAMA, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-4B-Thinking-2507")

@@ -27,7 +27,7 @@ from rlkv.inference.options import CacheOptions
 from rlkv.models import builtin as hub
 from rlkv.models.shape import ModelShape
 from rlkv.tiny import load
-from rlkv.utils.configs import CONFIGS
+from rlkv.cli.app import CONFIGS
 from rlkv.utils.progress import ProgressBar
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
