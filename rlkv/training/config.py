@@ -289,7 +289,6 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("logging_steps", 1, "the log has one record per step"),
     ("log_completions", False, "the log holds figures only"),
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
-    ("report_to", "none", "W&B is set by the option wandb"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
     ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm"),
     ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
@@ -378,14 +377,16 @@ class GateTrainingArguments(GRPOConfig):
             raise ValueError(
                 f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}"
             )
-        if self.report_to == ["none"]:
-            self.report_to = "none"
-        given = {name: getattr(self, name) for names, _, _ in _FIXED for name in names.split()}
         super().__post_init__()
+        if self.report_to not in ([], ["none"], "none"):
+            raise ValueError(
+                f"report_to must be none, got {self.report_to!r}: W&B is set by the option wandb"
+            )
         for names, needed, why in _FIXED:
             for name in names.split():
-                if given[name] != needed:
-                    raise ValueError(f"{name} must be {needed}, got {given[name]!r}: {why}")
+                value = getattr(self, name)
+                if value != needed:
+                    raise ValueError(f"{name} must be {needed}, got {value!r}: {why}")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "

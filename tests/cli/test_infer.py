@@ -86,14 +86,8 @@ def in_use(err: str) -> tuple[int, int]:
 
 def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
     infer(
-        "--gates",
-        gates_file,
-        "--sparsity",
-        0.5,
-        "--prompt",
-        "a=7 . b=2 . find b ?",
-        "--max-new-tokens",
-        30,
+        *("--gates", gates_file, "--sparsity", 0.5, "--max-new-tokens", 30),
+        *("--prompt", "a=7 . b=2 . find b ?"),
     )
     out, err = capsys.readouterr()
     assert len(out.split()) > 5
@@ -135,15 +129,8 @@ def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
     gates_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
     infer(
-        "--gates",
-        gates_file,
-        "--sparsity",
-        0,
-        "--prompt",
-        "a=7 . find a ?",
-        "--compare-full",
-        "--max-new-tokens",
-        20,
+        *("--gates", gates_file, "--sparsity", 0, "--compare-full", "--max-new-tokens", 20),
+        *("--prompt", "a=7 . find a ?"),
     )
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.strip()]
@@ -184,16 +171,8 @@ def read_lines(path: Path) -> list[dict]:
 def batch_arguments(
     gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12
 ) -> list[str]:
-    arguments = [
-        "--gates",
-        gates_file,
-        "--input",
-        problems_file,
-        "--output",
-        output,
-        "--batch-size",
-        3,
-    ]
+    arguments = ["--gates", gates_file, "--input", problems_file, "--output", output]
+    arguments += ["--batch-size", 3]
     return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
 
 
@@ -463,15 +442,6 @@ def test_bad_options_of_eviction_are_one_sentence(arguments: str, message: str) 
         run_tiny("--prompt", PROBLEM, "--eviction", *arguments.split())
 
 
-@pytest.mark.parametrize(("text", "value"), [("False", False), ("true", True)])
-def test_truth_values_are_read_as_such(text: str, value: bool) -> None:
-    policy = InferConfig(
-        eviction="random", budget=64, eviction_option=(f"protect_prompt={text}",)
-    ).policy()
-    assert policy is not None
-    assert policy.protect_prompt is value
-
-
 # --- how far answers go, and how thinking is shown
 
 SHORT = "a=7 . b=2 . c = b + a . find c ?"
@@ -479,7 +449,7 @@ SHORT = "a=7 . b=2 . c = b + a . find c ?"
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with an end token that it does not write: its answers go on up to a limit."""
+    """The built-in model with an end token that it does not write: answers go on to a limit."""
     folder = tmp_path_factory.mktemp("endless")
     for file in TINY_FOLDER.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -508,14 +478,6 @@ def test_a_chat_goes_on_to_the_models_limit(
     first, again, second_turn = tokens(err)
     assert first == again > 512 > second_turn > 0  # which has the room that the first turn leaves
     assert f"cut at {first} tokens" in err
-
-
-def test_a_limit_that_was_asked_for_holds(
-    endless: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{SHORT}\n"))
-    infer("--gates", "tiny", "--model", endless, "--max-new-tokens", 20)
-    assert tokens(capsys.readouterr().err) == [20]
 
 
 def test_answers_in_a_file_have_the_papers_limit() -> None:
@@ -569,12 +531,6 @@ def test_thinking_is_dim_on_a_terminal_only(
 # --- what vLLM does not serve is said before anything is loaded
 
 SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
-
-
-def test_what_works_passes() -> None:
-    InferConfig(**SERVED).check()
-    InferConfig(gates="gates.pt").check()
-    InferConfig(**{**SERVED, "backend": "hf", "compare_full": True}).check()
 
 
 @pytest.mark.parametrize(

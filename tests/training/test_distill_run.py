@@ -194,13 +194,13 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--bogus", "3"], "unknown setting --bogus"),
-        (["--data", "books"], "data must be one of recall, traces, got 'books'"),
-        (["--loss", "mse"], "loss must be one of auto, distance, kl, got 'mse'"),
+        (["--bogus", "3"], "unknown option --bogus"),
+        (["--data", "books"], "unknown --data 'books': choose one of recall, traces"),
+        (["--loss", "mse"], "unknown --loss 'mse': choose one of auto, distance, kl"),
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--l1_weight", "-1"], "l1_weight must be 0 or more"),
         (["--learning_rate", "0"], "learning_rate above 0"),
-        (["--wandb", "maybe"], "wandb must be one of"),
+        (["--wandb", "maybe"], "unknown --wandb"),
         (["--max_length", "10"], "max_length must be at least 1000"),
         (["--data", "traces"], "no traces: pass --curriculum FILE"),
         (
