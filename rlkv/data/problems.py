@@ -50,7 +50,7 @@ def load_problems(
             row).
     """
     if source in (TINY, SMOL):
-        task = import_module(f"rlkv.{source}.task")
+        task = import_module(f"rlkv.{source}")
         loaded = [Problem(**row) for row in task.problems(num_problems, seed)]
     else:
         loaded = [parse_problem(row, where) for where, row in read_rows(source)]

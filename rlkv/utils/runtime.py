@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch.cuda import device_count
-
 
 def require(module: str, extra: str) -> ModuleType:
     """Import ``module`` of the extra ``rlkv[extra]``.
@@ -58,6 +56,8 @@ def leave_launcher() -> tuple[int, int]:
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if count > 1 and visible != "":  # empty: no GPU is to be used
+        from torch.cuda import device_count  # the verifier loads no torch
+
         gpus = list(map(str, range(device_count()))) if visible is None else visible.split(",")
         if gpus and local >= len(gpus):
             raise ValueError(

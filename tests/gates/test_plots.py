@@ -81,7 +81,7 @@ def test_other_plots_share_the_style(tmp_path: Path) -> None:
 def test_pyplot_stays_unloaded(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
-        "from rlkv import HeadGates\nfrom rlkv.gates import plots\n"
+        "from rlkv import HeadGates\nfrom rlkv.gates import publish as plots\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"plots.plot_gates(HeadGates(torch.rand(2, 2)), {str(tmp_path / 'a.png')!r})\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"

@@ -16,7 +16,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, local: int, gpus: str | None, foun
         monkeypatch.setenv(name, str(value))
     if gpus is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("rlkv.utils.runtime.device_count", lambda: found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
 
 
 @pytest.mark.parametrize(("gpus", "own"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])
