@@ -194,7 +194,7 @@ def parse_groups(
         inner.__doc__ = heading
         if listed:
             form.append((group, inner, field(default_factory=inner)))
-    parsed = _run_tyro(make_dataclass("Options", form), given, description, prog, hints)
+    parsed: Any = _run_tyro(make_dataclass("Options", form), given, description, prog, hints)
     values: dict[str, Any] = {}
     for group in vars(parsed).values():
         values |= vars(group)

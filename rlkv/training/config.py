@@ -28,7 +28,7 @@ METHOD = (False, True)
 EXTENT = (True, True)  # how far a run goes
 LOCAL = (True, False)  # what belongs to this machine, not to the method
 INPUT = (False, False)  # published as a digest or a name of its own
-UNNOTED = (None, False)
+UNNOTED = (None, True)
 
 TRUSTED_SPARSITY = 0.4  # up to which a distillation orders the heads of an elimination
 LEAST_STEPS = 8  # of that distillation: gates move by at most 0.25 a step

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
     last_norm = 8 * model.hidden
     held = tokens * (model.shape.num_layers * kept + last_norm)
     # gradients of the MLP's inner states and of the residual stream
-    layer = called * (2 * model.intermediate * e + 2 * model.hidden * e)
+    layer: float = called * (2 * model.intermediate * e + 2 * model.hidden * e)
     if update.checkpointing:
         layer += called * of_layer
     tile: float = min(called, TILE_TOKENS) * TILE_ENTRIES * e
@@ -332,6 +333,7 @@ def _with_engine(plan: Plan) -> Plan:
     rows = settings.rollout_rows
     lacking = 0.0
     architecture = None if model is None else model.architecture
+    rollout: Any
     rollout, why = choose_engine(settings.rollout, free is not None, architecture)
     if model is not None and free is not None and rollout != "vllm-server":
         update = plan.update(args.per_device_train_batch_size, args.gradient_checkpointing).peak
