@@ -258,7 +258,7 @@ def main() -> None:
     write_json(config.output_dir / "graders.json", {**content, **provenance()})
     page = grader_page(rows, kinds, code)
     page.write(config.output_dir / "graders.md")
-    print(page.markdown(config.output_dir))
+    print(page.markdown())
 
 
 if __name__ == "__main__":

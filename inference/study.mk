@@ -21,7 +21,7 @@ ifeq ($(MODEL),tiny)
 VARIANT_SEEDS := $(call first,$(call size,2,1))
 CHAINS := 3-12
 ORACLE := --oracle rlkv/tiny/model/ground_truth.json
-FINDER := train/grpo_gates.py --config configs/tiny.yaml --max_steps $(call size,100,4)
+FINDER := train/grpo_gates.py --config configs/tiny.yaml --max-steps $(call size,100,4)
 FOUND := RLKV
 DTYPE := float32
 SAVE_STEPS := 10
@@ -99,7 +99,7 @@ $(PROBLEMS): | $(OUT)/started
 		--seed 2000003 --output $@)
 
 $(OUT)/training/gates.pt: $(CURRICULUM)
-	$(call run,$(FINDER) --curriculum $(OUT)/curriculum/curriculum.parquet --output_dir $(@D))
+	$(call run,$(FINDER) --curriculum $(OUT)/curriculum/curriculum.parquet --output-dir $(@D))
 
 $(OUT)/study/report.html: $(OUT)/training/gates.pt $(PROBLEMS)
 	$(call run,$(STUDY) --gates $(FOUND)=$< --analyses sweep gates --output-dir $(@D))
@@ -119,10 +119,10 @@ ABLATIONS := $(call given,no self-distilled data,no_self-distilled_data,gates.pt
 	$(call given,beta x 5,beta_x_5,gates.pt,$(VARIANT_SEEDS))
 FILES := $(filter $(OUT)/%,$(subst =, ,$(subst ",,$(GATES) $(ABLATIONS))))
 COMPARE = $(STUDY) --gates $(GATES) $(if $(VARIANT_SEEDS),--ablation $(ABLATIONS)) --output-dir $(@D)
-FROM_CURRICULUM = --curriculum $(OUT)/curriculum/curriculum.parquet --seed $* --output_dir $(@D)
+FROM_CURRICULUM = --curriculum $(OUT)/curriculum/curriculum.parquet --seed $* --output-dir $(@D)
 DISTILL = train/distill_gates.py --steps $(DISTILL_STEPS) --config configs/distill_$(MODEL)
 GRPO = train/grpo_gates.py --config configs/$(MODEL).yaml
-RLKV = $(GRPO) --max_steps $(GRPO_STEPS) --save_steps $(SAVE_STEPS)
+RLKV = $(GRPO) --max-steps $(GRPO_STEPS) --save-steps $(SAVE_STEPS)
 
 # one thread a stage, so that CPU seconds of stages that run at once can be compared
 study: export OMP_NUM_THREADS := 1
@@ -147,24 +147,24 @@ $(RAW): $(CURRICULUM)
 $(OUT)/runs/traces_%/gates.pt: $(CURRICULUM)
 	$(call run,$(DISTILL)_traces.yaml $(FROM_CURRICULUM))
 $(OUT)/runs/duoattention_%/gates.pt: | $(OUT)/started
-	$(call run,$(DISTILL).yaml --seed $* --output_dir $(@D))
+	$(call run,$(DISTILL).yaml --seed $* --output-dir $(@D))
 $(OUT)/runs/elimination_%/gates.pt: $(CURRICULUM)
-	$(call run,$(GRPO) --finder elimination --elimination_distillation 0 --elimination_sparsity 0.8 \
-		--elimination_traces $(TRACES) $(FROM_CURRICULUM))
+	$(call run,$(GRPO) --finder elimination --elimination-distillation 0 --elimination-sparsity 0.8 \
+		--elimination-traces $(TRACES) $(FROM_CURRICULUM))
 $(OUT)/runs/distilled_elimination_%/gates.pt: $(CURRICULUM)
-	$(call run,$(GRPO) --finder elimination --elimination_distillation $(FIRST_STEPS) \
-		--elimination_sparsity $(ELIMINATED) --elimination_traces $(FEW_TRACES) $(FROM_CURRICULUM))
+	$(call run,$(GRPO) --finder elimination --elimination-distillation $(FIRST_STEPS) \
+		--elimination-sparsity $(ELIMINATED) --elimination-traces $(FEW_TRACES) $(FROM_CURRICULUM))
 $(OUT)/runs/rlkv_%/gates.pt: $(CURRICULUM)
 	$(call run,$(RLKV) $(FROM_CURRICULUM))
 $(OUT)/runs/no_self-distilled_data_%/gates.pt: $(RAW)
-	$(call run,$(RLKV) --curriculum $(RAW) --seed $* --output_dir $(@D))
+	$(call run,$(RLKV) --curriculum $(RAW) --seed $* --output-dir $(@D))
 $(OUT)/runs/no_adaptive_weight_%/gates.pt: $(CURRICULUM)
-	$(call run,$(RLKV) --adaptive false $(FROM_CURRICULUM))
+	$(call run,$(RLKV) --no-adaptive $(FROM_CURRICULUM))
 # l1_beta is 0.02 in configs/tiny.yaml
 $(OUT)/runs/beta_x_0.2_%/gates.pt: $(CURRICULUM)
-	$(call run,$(RLKV) --l1_beta 0.004 $(FROM_CURRICULUM))
+	$(call run,$(RLKV) --l1-beta 0.004 $(FROM_CURRICULUM))
 $(OUT)/runs/beta_x_5_%/gates.pt: $(CURRICULUM)
-	$(call run,$(RLKV) --l1_beta 0.1 $(FROM_CURRICULUM))
+	$(call run,$(RLKV) --l1-beta 0.1 $(FROM_CURRICULUM))
 $(OUT)/runs/%/reranked.safetensors: $(OUT)/runs/%/gates.pt
 	$(call run,inference/rerank_heads.py --overwrite --curriculum $(OUT)/curriculum/curriculum.parquet --dtype $(DTYPE) \
 		--num-traces $(TRACES) --seed $(lastword $(subst _, ,$*)) --gates $< --output $@)

@@ -1,6 +1,4 @@
-"""Look at gates files, convert, plot, compare and share them.
-
-Report on the training that makes them.
+"""Look at gates files, convert, plot, compare and share them, and report on their training.
 
 A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the
 hub, or tiny for the packaged gates of the built-in model.
@@ -32,8 +30,7 @@ from rlkv.utils.files import check_new
 
 @dataclass(frozen=True)
 class Report:
-    """Write one HTML page of a training run: is it collapsing, is it converging, which heads are
-    left?
+    """Write one HTML page of a training run: its alerts, figures, gates and texts.
 
     RUN_DIR is the output folder of rlkv-train (any finder) or rlkv-distill, also while it trains.
 
@@ -58,8 +55,7 @@ Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
 
 @dataclass(frozen=True)
 class Push:
-    """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map, in one
-    commit.
+    """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map.
 
     rlkv-gates push outputs/gates/gates.pt hf://owner/name
     rlkv-gates push gates.pt hf://owner/name --evaluation results/eval/results.json --private
@@ -82,8 +78,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Pull:
-    """Download gates from the Hugging Face hub, in the format of OUT's suffix (none: a PEFT
-    folder).
+    """Download gates from the Hugging Face hub, in the format of OUT's suffix (none: PEFT folder).
 
     rlkv-gates pull hf://owner/name gates.pt
     rlkv-gates pull hf://owner/name@revision adapter/
@@ -115,8 +110,7 @@ Out = Annotated[Positional[Path], arg(metavar="OUT")]
 
 @dataclass(frozen=True)
 class Inspect:
-    """What a gates file holds, layer by layer, and how many heads of each layer a sparsity keeps
-    full.
+    """Show a gates file layer by layer, and how many heads of each layer a sparsity keeps full.
 
     rlkv-gates inspect results/demo/gates.pt
     rlkv-gates inspect gates.pt --sparsities 0.3 0.45 --scope layer
@@ -179,10 +173,8 @@ class Convert:
                 "a .tsv holds the gates alone: mean gates, model, sizes and training summary are "
                 "not in it"
             )
-        print(
-            f"{self.out}: {loaded.num_layers} layers x {loaded.num_kv_heads} KV heads, from "
-            f"{self.gates}"
-        )
+        heads = f"{loaded.num_layers} layers x {loaded.num_kv_heads} KV heads"
+        print(f"{self.out}: {heads}, from {self.gates}")
 
 
 @dataclass(frozen=True)
@@ -232,38 +224,38 @@ class Diff:
             raise ValueError(f"--changes is {self.changes}: it must be 0 or more")
 
     def run(self) -> None:
-        first, second = HeadGates.load(self.a), HeadGates.load(self.b)
+        first = HeadGates.load(self.a)
+        second = HeadGates.load(self.b)
         if first.alpha.shape != second.alpha.shape:
+            sizes = [f"{gates.num_layers} x {gates.num_kv_heads}" for gates in (first, second)]
             raise ValueError(
-                f"cannot compare {self.a} ({first.num_layers} layers x {first.num_kv_heads} KV "
-                f"heads) with {self.b} "
-                f"({second.num_layers} x {second.num_kv_heads}): they belong to different models"
+                f"cannot compare {self.a} ({sizes[0]} heads) with {self.b} ({sizes[1]}): they "
+                "belong to different models"
             )
         change = second.alpha - first.alpha
         print(f"Spearman correlation  {_correlation(first, second)}")
-        print(
-            f"mean change           {change.mean():+.4f}, mean absolute change "
-            f"{change.abs().mean():.4f}"
-        )
+        absolute = change.abs().mean()
+        print(f"mean change           {change.mean():+.4f}, mean absolute change {absolute:.4f}")
         print("full heads in common  (two random draws would share 1 - sparsity)")
         for sparsity in SPARSITIES:
-            pair = [HeadAllocation.from_gates(gates, sparsity) for gates in (first, second)]
-            common = int((pair[0].full & pair[1].full).sum())
-            print(
-                f"  sparsity {sparsity:g}: {pair[0].overlap(pair[1]):.3f}  ({common} of "
-                f"{pair[0].num_full})"
-            )
+            mine = HeadAllocation.from_gates(first, sparsity)
+            other = HeadAllocation.from_gates(second, sparsity)
+            common = int((mine.full & other.full).sum())
+            share = mine.overlap(other)
+            print(f"  sparsity {sparsity:g}: {share:.3f}  ({common} of {mine.num_full})")
         largest = change.abs().flatten().sort(descending=True, stable=True).indices[: self.changes]
         listed = [int(i) for i in largest if change.flatten()[i] != 0]
         if listed:
             print("largest changes       layer  head       A       B  change")
-        for layer, head in (divmod(index, first.num_kv_heads) for index in listed):
-            old, new = first.alpha[layer, head], second.alpha[layer, head]
+        for index in listed:
+            layer, head = divmod(index, first.num_kv_heads)
+            old = first.alpha[layer, head]
+            new = second.alpha[layer, head]
             print(f"{'':22}{layer:5d} {head:5d}  {old:6.3f}  {new:6.3f}  {new - old:+6.3f}")
 
 
 def _correlation(first: HeadGates, second: HeadGates) -> str:
-    """Spearman's rank correlation, which is not defined for constant gates."""
+    """Return Spearman's rank correlation, which is not defined for constant gates."""
     for name, gates in (("A", first), ("B", second)):
         if gates.alpha.unique().numel() == 1:
             return f"not defined, since all gates of {name} are {gates.alpha[0, 0]:g}"
@@ -271,7 +263,8 @@ def _correlation(first: HeadGates, second: HeadGates) -> str:
 
 
 def _print_summary(gates: HeadGates) -> None:
-    alpha, model = gates.alpha, gates.model
+    alpha = gates.alpha
+    model = gates.model
     print(f"model     {model.model_id if model else 'not named in the file'}")
     heads = f"{gates.num_layers} layers x {gates.num_kv_heads} KV heads"
     if model and model.num_query_heads:
@@ -286,21 +279,29 @@ def _print_summary(gates: HeadGates) -> None:
         f"serving   sink {gates.deploy_sink}, window {gates.deploy_window} tokens{prompt} "
         "(recommended)"
     )
-    shares = [
-        ("at 0", alpha == 0),
-        ("below 0.1", alpha < 0.1),
-        ("below 0.5", alpha < 0.5),
-        ("at 1", alpha == 1),
-    ]
-    text = ", ".join(f"{100 * chosen.float().mean():.1f}% {name}" for name, chosen in shares)
+    chosen = {
+        "at 0": alpha == 0,
+        "below 0.1": alpha < 0.1,
+        "below 0.5": alpha < 0.5,
+        "at 1": alpha == 1,
+    }
+    text = ", ".join(f"{100 * of.float().mean():.1f}% {name}" for name, of in chosen.items())
     print(f"gates     mean {alpha.mean():.3f}; {text}; {alpha.unique().numel()} distinct values")
 
 
-COMMANDS = {"inspect": Inspect, "convert": Convert, "plot": Plot, "diff": Diff}
-COMMANDS |= {"report": Report, "push": Push, "pull": Pull}
+COMMANDS = {
+    "inspect": Inspect,
+    "convert": Convert,
+    "plot": Plot,
+    "diff": Diff,
+    "report": Report,
+    "push": Push,
+    "pull": Pull,
+}
 
 
 def main() -> None:
+    """Run ``rlkv-gates``."""
     run_app(lambda: parse_command("rlkv-gates", COMMANDS, __doc__).run())
 
 

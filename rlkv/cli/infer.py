@@ -1,6 +1,6 @@
 """Generate with the full KV cache in the heads that need it and a small one in all others.
 
---gates says which heads stay full, --eviction what the others keep (without it: sinks and a window).
+--gates says which heads stay full, --eviction what the others keep (else: sinks and a window).
 
 One prompt, on the built-in model with its own gates:
     rlkv-infer --model tiny --prompt "a=7 . b=2 . c = b + a . find c ?"
@@ -12,14 +12,16 @@ A file of problems, resumed where it stopped, with accuracy if they have answers
     rlkv-infer --gates gates.pt --sparsity 0.5 --input problems.jsonl --output answers.jsonl
 
 The same against the full cache, side by side:
-    rlkv-infer --gates gates.pt --sparsity 0.5 --input problems.jsonl --output both.jsonl --compare-full
+    rlkv-infer --gates gates.pt --sparsity 0.5 --input problems.jsonl --output both.jsonl \\
+        --compare-full
 
 R-KV in the compressible heads, and in all heads (token eviction as published):
     rlkv-infer --gates gates.pt --sparsity 0.5 --eviction rkv --budget 256 --prompt "..."
     rlkv-infer --model tiny --eviction rkv --budget 64 --prompt "..."
 
 Many problems at once through vLLM (pip install 'rlkv[vllm]'):
-    rlkv-infer --backend vllm --gates gates.pt --batch-size 64 --input problems.jsonl --output answers.jsonl
+    rlkv-infer --backend vllm --gates gates.pt --batch-size 64 --input problems.jsonl \\
+        --output answers.jsonl
 
 Another model, sampled:
     rlkv-infer --gates gates.pt --model ./Qwen3-4B --prompt "..." --temperature 0.6 --top-p 0.95
@@ -46,18 +48,15 @@ DIM, NORMAL = "\033[2m", "\033[0m"
 
 
 class ThinkingStream:
-    """Prints each piece of text at once.
+    """Prints each piece of text at once, on a terminal the thinking in dim letters.
 
-    On a terminal, from ``<think>`` to ``</think>`` in dim letters.
+    Texts come in whole words, so a tag is never split.
 
-    transformers streams whole words, so a tag is never split.
+    Args:
+        prompt: the rendered one; the chat templates of some models open the thinking at its end.
     """
 
     def __init__(self, prompt: str) -> None:
-        """``prompt``: the rendered one.
-
-        The chat templates of some models open the thinking at its end.
-        """
         self._style = sys.stdout.isatty()
         if prompt.rstrip().endswith("<think>"):
             self._dim()
@@ -74,7 +73,7 @@ class ThinkingStream:
         print(DIM if self._style else "", end="", flush=True)
 
     def close(self) -> None:
-        """Back to normal letters, wherever the text has ended."""
+        """Go back to normal letters, wherever the text has ended."""
         print(NORMAL if self._style else "", end="", flush=True)
 
 
@@ -95,9 +94,7 @@ def infer() -> None:
 
 
 def _description() -> str | None:
-    """The text of ``--help``, with the policies that there are: they are imported only where help
-    is asked for.
-    """
+    """Return the text of ``--help``, with the policies: they are imported for it alone."""
     if not {"-h", "--help"} & set(sys.argv[1:]):
         return __doc__
     from rlkv.eviction import POLICIES
@@ -110,12 +107,12 @@ def _description() -> str | None:
 
 
 def _say(text: str) -> None:
-    """Facts go to stderr: stdout is the model's text alone."""
+    """Print a fact to stderr: stdout is the model's text alone."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Any:
-    """What ``decode`` returns, with its text on stdout as it comes."""
+    """Return what ``decode`` returns, with its text on stdout as it comes."""
     stream = ThinkingStream(session.render(message))
     try:
         return decode(stream)
@@ -124,12 +121,9 @@ def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message:
 
 
 def _cut(completion: Completion) -> str:
-    ended = completion.finish_reason != "length"
-    return (
-        ""
-        if ended
-        else f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
-    )
+    if completion.finish_reason != "length":
+        return ""
+    return f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
 
 
 def _answer(session: InferSession, prompt: str) -> None:
@@ -160,15 +154,11 @@ def _answer_file(session: InferSession) -> None:
     report = run_batches(session)
     earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""
     _say(f"{len(report.rows)} answers in {session.config.output}{earlier}")
-    for name, usage, field in (
-        ("compressed", report.usage, ""),
-        ("full cache", report.usage_full, "_full"),
-    ):
+    caches = (("compressed", report.usage, ""), ("full cache", report.usage_full, "_full"))
+    for name, usage, field in caches:
         if usage.tokens:
-            _say(
-                f"{name}  {usage.summary()} (largest batch)"
-                + ("" if field else f", {session.heads()}")
-            )
+            heads = "" if field else f", {session.heads()}"
+            _say(f"{name}  {usage.summary()} (largest batch){heads}")
         accuracy = report.accuracy("correct" + field)
         if accuracy is not None:
             share, graded = accuracy
@@ -209,6 +199,7 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
 
 
 def main() -> None:
+    """Run ``rlkv-infer``."""
     run_app(infer)
 
 

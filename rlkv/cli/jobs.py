@@ -1,6 +1,4 @@
-"""The commands `rlkv-filter`, `rlkv-eval`, `rlkv-study` and `rlkv-bench`: parse the options, run,
-print the result.
-"""
+"""The commands `rlkv-filter`, `rlkv-eval`, `rlkv-study` and `rlkv-bench`: parse, run, print."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ from rlkv.cli.app import parse, parse_command, run_app
 if TYPE_CHECKING:
     from rlkv.benchmarks.turns import DecodeConfig
 
-FILTER = """Build a curriculum of problems that the full-cache model solves, sampled by output length.
+FILTER = """Build a curriculum of problems that the full-cache model solves, by output length.
 
-Decodes every problem greedily with the full KV cache, keeps the right answers, counts their tokens and samples each
-length bucket.  Without options it does the paper's job: DeepScaleR from the hub with DeepSeek-R1-Distill-Llama-8B,
-7,168 tokens a completion, 600 + 600 + 1,000 + 800 problems.  vLLM decodes where it is installed, else transformers; a
-line says which, and about how long it takes.
+Decodes every problem greedily with the full KV cache, keeps the right answers, counts their tokens
+and samples each length bucket.  Without options it does the paper's job: DeepScaleR from the hub
+with DeepSeek-R1-Distill-Llama-8B, 7,168 tokens a completion, 600 + 600 + 1,000 + 800 problems.
+vLLM decodes where it is installed, else transformers; a line says which, and about how long it
+takes.
 
     rlkv-filter                                                   # the paper's job, on a GPU
     rlkv-filter --config filter_tiny                              # the built-in model, on a CPU
@@ -29,26 +28,28 @@ line says which, and about how long it takes.
     rlkv-filter --input problems.jsonl --model ./my-model --shard 0/4 --output-dir /shared/folder
     rlkv-filter --input problems.jsonl --outputs mine.jsonl       # outputs that you have
 
-A run that was stopped resumes when it is started again with the same settings, with any number of shards.  Started by
-torchrun or accelerate launch, every process decodes its part on a GPU of its own.  Buckets, their seed and
---fill-short-buckets may be changed afterwards: nothing is decoded again.  Writes curriculum.parquet, curriculum.jsonl,
-report.json and report.md into --output-dir, by default results/curriculum_MODEL: where the configs of rlkv-train look.
+A run that was stopped resumes when it is started again with the same settings, with any number of
+shards.  Started by torchrun or accelerate launch, every process decodes its part on a GPU of its
+own.  Buckets, their seed and --fill-short-buckets may be changed afterwards: nothing is decoded
+again.  Writes curriculum.parquet, curriculum.jsonl, report.json and report.md into --output-dir, by
+default results/curriculum_MODEL: where the configs of rlkv-train look.
 """
 
-EVAL = """Evaluate methods on benchmarks: every generation in a file, tables with intervals and paired differences.
+EVAL = """Evaluate methods on benchmarks: every text in a file, tables with intervals and paired tests.
 
     rlkv-eval --model tiny --tasks tiny --limit 50 --methods full rlkv@0.5 rkv@ratio=0.5 \\
         --gates rlkv=results/demo/gates.pt --output-dir results/eval
-    rlkv-eval --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 \\
-        --data FOLDER --gates rlkv=a.tsv duo=b.tsv \\
-        --methods full rlkv@0.4 duo@0.4 random-heads@0.4 rkv@ratio=0.6 rlkv@0.4+rkv@256 --output-dir results/llama8b
     rlkv-eval --config eval_llama8b --output-dir results/llama8b
     rlkv-eval --preset modern --config eval_llama8b --output-dir results/llama8b_modern
-    accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b --output-dir FOLDER
+    rlkv-eval --config eval_llama8b --gates rlkv=a.tsv duo=b.tsv --output-dir FOLDER \\
+        --methods full rlkv@0.4 duo@0.4 random-heads@0.4 rkv@ratio=0.6 rlkv@0.4+rkv@256
+    accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b \\
+        --output-dir FOLDER
 
-Greedy by default; --preset modern (or rlkv, rkv, rpc) is a published protocol: tasks, samples, temperature and limits.
-The same command resumes where it was stopped, also with another number of processes, and refuses to mix settings.
-Methods are named as in rlkv/evaluation/evaluate.py.  Without --data the problems come from the hub.
+Greedy by default; --preset modern (or rlkv, rkv, rpc) is a published protocol: tasks, samples,
+temperature and limits.  The same command resumes where it was stopped, also with another number of
+processes, and refuses to mix settings.  Methods are named as in rlkv/evaluation/evaluate.py.
+Without --data the problems come from the hub.
 """
 
 STUDY = """\
@@ -241,16 +242,20 @@ def run_check(config: CheckConfig) -> int:
 
 
 def filter_main() -> None:
+    """Run ``rlkv-filter``."""
     run_app(run_filter_job)
 
 
 def eval_main() -> None:
+    """Run ``rlkv-eval``."""
     run_app(run_eval)
 
 
 def study_main() -> None:
+    """Run ``rlkv-study``."""
     run_app(run_study_job)
 
 
 def bench_main() -> None:
+    """Run ``rlkv-bench``."""
     run_app(run_bench)

@@ -1,32 +1,38 @@
-"""Find the heads on problems that the model solves: by a short distillation and elimination, or by
-GRPO.
-
-    rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
-    rlkv-train --config tiny                                     # GRPO; the built-in model on problems of its own task
-    accelerate launch train/grpo_gates.py --config configs/llama8b.yaml
-    rlkv-train --config llama8b --plan --plan_gpus 8xh100        # what that takes: steps, memory, engine, time
-
---finder elimination, the default, distils and then measures: heads go one by one, each time the one that the
-curriculum's recorded solutions need least.  It reads the options of the model, the curriculum, the
-sizes for serving, the rows of a pass, gradient_checkpointing and elimination_*.
-
---finder rlkv, which all packaged configs name, is GRPO with an L1 penalty that pulls every gate to 0.
-
---config takes a file or the name of a packaged one.  It sets defaults; every name in it is an option too
-(--l1_beta 2e-3), and so are those of trl's GRPOConfig.  --verbose shows what other libraries print.
-
-The run goes to --output_dir: log.jsonl, checkpoints every save_steps, and at the end gates.pt,
-gates.safetensors, adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped
-or killed resumes from its last checkpoint when the same command is given again.
-"""
+"""The commands `rlkv-train` and `rlkv-distill`: find the heads that need the full KV cache."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rlkv.cli.app import run_app
+from rlkv.cli.app import parse_groups, run_app
 
-DISTILL = """Find the heads by distillation instead of reinforcement learning: no rollouts, dense gradients, one device.
+if TYPE_CHECKING:
+    from rlkv.training.config import DistillSettings, GateTrainingArguments, RLKVSettings
+
+TRAIN = """Find the heads on problems that the model solves: by GRPO, or by elimination.
+
+    rlkv-train --config tiny                              # GRPO on the built-in model
+    rlkv-train --config tiny --finder elimination --curriculum results/curriculum/curriculum.parquet
+    rlkv-train --config llama8b --plan --plan-gpus 8xh100 # what that takes: steps, memory, time
+    accelerate launch train/grpo_gates.py --config configs/llama8b.yaml
+
+--finder rlkv, the default, is the paper's method: GRPO with an L1 penalty that closes gates, while
+rewards hold up those that reasoning needs.  It needs rollouts.  The published results are its own.
+
+--finder elimination distils for a few steps, then lets heads go one by one, each time the one that
+the curriculum's recorded solutions need least.  One process, no rollouts.  On the two small models
+measured here it found better heads than GRPO in a third to an eighth of its CPU time (accuracy at
+sparsity 0.5: 1.00 against 0.96, and 0.86 against 0.78).  It has not run on models of 4B and more.
+
+The run goes to --output-dir: log.jsonl, checkpoints every --save-steps, and at the end gates.pt,
+gates.safetensors, adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped
+or killed resumes when the same command is given again.
+
+Options of trl's GRPOConfig that are not listed here are accepted too; --config files may name them.
+"""
+
+DISTILL = """Find the heads by distillation: no rollouts, dense gradients, one device.
 
     rlkv-distill --config distill_tiny
     rlkv-distill --config distill_tiny_traces --curriculum curriculum.parquet
@@ -34,36 +40,59 @@ DISTILL = """Find the heads by distillation instead of reinforcement learning: n
 
 Mixed attention is pulled to what full attention computes, while an L1 term pulls the gates to 0.
 
---data recall is DuoAttention (arXiv 2410.10819): hidden states on the answers of a multi-passkey recall task.  The task
-is word sequences hidden in text (--haystack FILE, or random words of the tokenizer's vocabulary); the tiny model has no
-such words, so it gets bindings like k=3 hidden among definitions of its own task.
+--data recall is DuoAttention (arXiv 2410.10819): hidden states on the answers of a multi-passkey
+recall task, word sequences hidden in text (--haystack FILE, or random words).  The tiny model has
+no such words: it gets bindings like k=3 hidden among definitions of its own task.
 
---data traces: next-token distributions (KL) on the model's own correct outputs, which rlkv-filter has recorded.  --loss
-puts either loss on either data.
+--data traces: next-token distributions (KL) on the model's own correct outputs, which rlkv-filter
+has recorded.  --loss puts either loss on either data.
 
---config takes a file or the name of a packaged one; --verbose shows what other libraries print.  The run goes to
---output_dir: log.jsonl, checkpoints, and at the end gates.pt in every format with figures and summary.json.  A run that
-was stopped resumes when the same command is given again.  The gates can be the start of reinforcement learning:
-rlkv-train --finder rlkv --init_gates gates.pt.
-"""
+The run goes to --output-dir and resumes as those of rlkv-train.  Its gates can be the start of
+GRPO: rlkv-train --init-gates gates.pt."""
+
+GROUPS = {
+    "finder": "How heads are found.",
+    "run": "Where the run goes, and how it is resumed and followed.",
+    "model": "Model and problems, memory, sizes for serving.",
+    "data": "What is distilled.",
+    "gates": "GRPO: gates and their penalty.",
+    "steps": "Objective, optimizer and steps.",
+    "rollouts": "GRPO: samples, and what makes them.",
+    "logs": "What is measured and plotted on the way.",
+    "elimination": "Elimination alone.",
+}
+
+
+def parse_config(
+    arguments: Sequence[str] | None = None,
+) -> tuple[RLKVSettings, GateTrainingArguments]:
+    """Parse the options of ``rlkv-train``; errors as of :func:`rlkv.cli.app.parse`."""
+    from rlkv.training.config import GateTrainingArguments, RLKVSettings
+
+    kinds = (RLKVSettings, GateTrainingArguments)
+    settings, training = parse_groups(kinds, GROUPS, TRAIN, arguments, "rlkv-train")
+    return settings, training
+
+
+def parse_distill_config(arguments: Sequence[str] | None = None) -> DistillSettings:
+    """Parse the options of ``rlkv-distill``; errors as of :func:`rlkv.cli.app.parse`."""
+    from rlkv.training.config import DistillSettings
+
+    return parse_groups((DistillSettings,), GROUPS, DISTILL, arguments, "rlkv-distill")[0]
 
 
 def _train() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-    import torch
-
     from rlkv.utils.runtime import require
 
     require("trl", "train")
-    from rlkv.training.config import parse_config
+    import torch
+
     from rlkv.training.elimination import eliminate_heads
     from rlkv.training.grpo import prompt_tokens, train_gates
+    from rlkv.training.plan import describe_plan
 
-    settings, args = parse_config(sys.argv[1:])
+    settings, args = parse_config()
     if settings.plan:
-        from rlkv.training.plan import describe_plan
-
         if args.process_index == 0:
             print(describe_plan(settings, args, prompt_tokens(settings, args)))
         return
@@ -76,22 +105,21 @@ def _train() -> None:
 
 
 def _distill() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(DISTILL)
     from rlkv.utils.runtime import require
 
     require("trl", "train")
-    from rlkv.training.config import parse_distill_config
     from rlkv.training.distillation import distill_gates
 
-    distill_gates(parse_distill_config(sys.argv[1:]))
+    distill_gates(parse_distill_config())
 
 
 def distill_main() -> None:
+    """Run ``rlkv-distill``."""
     run_app(_distill)
 
 
 def main() -> None:
+    """Run ``rlkv-train``."""
     run_app(_train)
 
 

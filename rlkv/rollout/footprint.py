@@ -1,4 +1,4 @@
-"""How many rows fit the GPU, and about how long a job takes: said before a long one begins.
+"""What a model takes: which rows fit the GPU, and about how long a job takes, before it begins.
 
 The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its
 measured pace as soon as it has one.  Units: bytes, seconds, tokens; a row is a text that is being
@@ -21,7 +21,7 @@ from rlkv.models.shape import PUBLISHED, ModelShape
 
 @dataclass(frozen=True)
 class Card:
-    """``memory`` in GiB; peak rates without sparsity: bfloat16 operations/s, and bytes/s of memory."""
+    """A GPU: GiB of memory, bfloat16 operations/s without sparsity, and bytes/s of memory."""
 
     memory: float
     flops: float
@@ -42,7 +42,7 @@ DEFAULT = "h100"
 
 
 def parse_gpus(text: str) -> tuple[int, str]:
-    """``8xh100`` or ``h100``: number and name; ``ValueError`` for another form or name."""
+    """Return number and name of ``8xh100`` or ``h100``; ValueError for another form or name."""
     found = re.fullmatch(r"(?:([1-9]\d*)x)?([\w-]+)", text.lower())
     if found is None or found[2] not in CARDS:
         raise ValueError(
@@ -53,7 +53,7 @@ def parse_gpus(text: str) -> tuple[int, str]:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """What is known of a GPU that is here, of an unknown one what is known of an A100; None: a CPU."""
+    """Return what is known of a GPU, which else counts as an A100; None for a CPU."""
     if device.type != "cuda":
         return None
     name = re.sub(r"[\s-]", "", torch.cuda.get_device_name(device).lower())
@@ -71,9 +71,8 @@ MOST_ROWS = {"hf": 64, "vllm": 256}
 COPIES = 2  # of transformers' cache at once, when rows leave
 DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
-HF_STEP_SECONDS = (
-    1e-3  # a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
-)
+# a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
+HF_STEP_SECONDS = 1e-3
 HF_MIXED = 3.0  # times that with mixed attention
 DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
 CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 tokens/s for 8e9
@@ -81,10 +80,14 @@ CPU_RATE = 5e10  # tokens/s times parameters on a CPU, whichever engine: 6 token
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes: ``weights`` in bytes, and the bytes of KV of one token in all heads.
+    """What a model takes.
 
-    ``hidden``, ``intermediate``, ``vocabulary``: widths of its states, of what an MLP holds of a
-    token, of its logits; ``itemsize``: bytes of an element.
+    Attributes:
+        weights: bytes.
+        kv_per_token: bytes of KV of one token in all heads.
+        hidden, intermediate, vocabulary: widths of its states, of what an MLP holds of a token, of
+            its logits.
+        itemsize: bytes of an element.
     """
 
     architecture: str
@@ -99,63 +102,65 @@ class Footprint:
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
-        """Of a published model, a folder, a built-in name or a hub id.
-
-        None if the hub would have to answer.
+        """Return the footprint of a model, or None if only the hub knows its shape.
 
         Args:
+            model: a published model, a folder, a built-in name or a hub id.
             device: where it decodes, which the dtype ``auto`` depends on.
         """
         config = _config(model)
-        return (
-            None
-            if config is None
-            else cls.of_config(config, model, resolve_dtype(dtype, resolve_device(device)).itemsize)
-        )
+        if config is None:
+            return None
+        itemsize = resolve_dtype(dtype, resolve_device(device)).itemsize
+        return cls.of_config(config, model, itemsize)
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, model: str, size: int) -> Footprint:
-        """Of weights of ``size`` bytes each."""
+        """Return the footprint of a model with weights of ``size`` bytes each."""
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in built.parameters())
         shape = ModelShape.from_config(config, model)
-        kv, text = (
-            2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size,
-            config.get_text_config(),
+        text = config.get_text_config()
+        return cls(
+            architecture=type(built).__name__,
+            shape=shape,
+            parameters=parameters,
+            weights=parameters * size,
+            kv_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size,
+            hidden=text.hidden_size,
+            intermediate=_mlp_width(text),
+            vocabulary=text.vocab_size,
+            itemsize=size,
         )
-        widths = (text.hidden_size, _mlp_width(text), text.vocab_size)
-        return cls(type(built).__name__, shape, parameters, parameters * size, kv, *widths, size)
 
     def kv_room(self, free: int) -> int:
-        """Bytes of a GPU that are left for KV; negative if it is too small."""
+        """Return the bytes of a GPU that are left for KV; negative if it is too small."""
         return int(USABLE * free - self.weights - ENGINE_GIB * GIB)
 
     def lacking(self, room: int, positions: int) -> float:
-        """GiB by which ``room`` bytes are too small for a row of ``positions`` tokens.
-
-        0 if it fits.
-        """
+        """Return the GiB by which ``room`` bytes are too small for a row of ``positions`` tokens."""
         return max(0, positions * self.kv_per_token - room) / GIB
 
     def vllm_kv_gib(self, free: int, positions: int) -> float:
-        """GiB of KV that vLLM alone has on a GPU.
+        """Return the GiB of KV that vLLM alone has on a GPU.
 
-        ``ValueError`` if they hold no row of ``positions`` tokens.
+        Raises:
+            ValueError: if they hold no row of ``positions`` tokens.
         """
         room = self.kv_room(free)
         if lacking := self.lacking(room, positions):
             raise ValueError(
                 f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} "
-                f"GiB ({free / GIB:.1f} "
-                "GiB are free): free it, decode shorter texts or take --engine hf"
+                f"GiB ({free / GIB:.1f} GiB are free): free it, decode shorter texts or take "
+                "--engine hf"
             )
         return room / GIB
 
     def rows(self, engine: str, kv: int, positions: int, most: int | None = None) -> int:
-        """Rows of up to ``positions`` tokens that ``kv`` bytes hold, at least 1.
+        """Return how many rows of up to ``positions`` tokens ``kv`` bytes hold, at least 1.
 
-        vLLM: texts of mean length, as rows that do not fit wait.  transformers: the longest.
+        vLLM counts texts of mean length, as rows that do not fit wait, transformers the longest.
         """
         share = MEAN_LENGTH if engine == "vllm" else COPIES
         fitting = int(kv / (share * positions * self.kv_per_token))
@@ -164,19 +169,18 @@ class Footprint:
     def rate(
         self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False
     ) -> float:
-        """Assumed tokens/s of ``rows`` rows that hold ``tokens`` tokens on average; ``card`` None:
-        on a CPU.
+        """Return the assumed tokens/s of ``rows`` rows.
+
+        Args:
+            card: None on a CPU.
+            tokens: that a row holds on average.
         """
         if card is None:
             return CPU_RATE / self.parameters
         if engine == "hf":
             return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
-        return (
-            rows
-            * card.bandwidth
-            * DECODE_SHARE
-            / (self.weights + rows * tokens * self.kv_per_token)
-        )
+        read = self.weights + rows * tokens * self.kv_per_token
+        return rows * card.bandwidth * DECODE_SHARE / read
 
 
 def _config(model: str) -> PretrainedConfig | None:
@@ -192,7 +196,7 @@ def _config(model: str) -> PretrainedConfig | None:
 
 
 def _mlp_width(config: Any) -> int:
-    """Of all experts that a token takes."""
+    """Return the width of all experts that a token takes."""
     experts = getattr(config, "num_experts_per_tok", None)
     of_expert = getattr(config, "moe_intermediate_size", None)
     dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -200,12 +204,12 @@ def _mlp_width(config: Any) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes of a GPU; None for a CPU."""
+    """Return the free bytes of a GPU; None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def rough(seconds: float) -> str:
-    """An estimate in the unit that suits it: ``3.4 days``, ``5.2 h``, ``12 min``, ``40 s``."""
+    """Write an estimate in the unit that suits it: ``3.4 days``, ``5.2 h``, ``12 min``, ``40 s``."""
     for unit, length in (("days", 86400), ("h", 3600)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

@@ -298,7 +298,9 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         return in_epochs(traces, settings), facts_of(traces)
     draw_one: Callable[[random.Random], MarkedText]
     if not knows_bindings(tokenizer):
-        haystack = settings.haystack and read_haystack(settings.haystack, tokenizer)
+        haystack = None
+        if settings.haystack is not None:
+            haystack = read_haystack(settings.haystack, tokenizer)
         facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
         draw_one = TextRecall(
             tokenizer,

@@ -33,10 +33,13 @@ from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import (
+    RESUMABLE_KEYS,
     TRUSTED_SPARSITY,
     DistillSettings,
     GateTrainingArguments,
     RLKVSettings,
+    RunSettings,
+    option_names,
 )
 from rlkv.training.distillation import (
     TOKENS_AT_ONCE,
@@ -49,7 +52,7 @@ from rlkv.training.distillation import (
     make_batch,
     read_traces,
 )
-from rlkv.training.run_folder import GATES_LOG, LOG, RESUMABLE_KEYS, RunFolder, append_record
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, shadow
@@ -69,19 +72,18 @@ HELD_BACK = 2  # solutions that orders are compared on, for each that heads are 
 MEAN = "mean"
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
-# options that the distillation reads too
-COPIED = {"model", "dtype", "curriculum", "allow_foreign_curriculum", "template", "resume"}
-COPIED |= {"deploy_sink", "deploy_window"}
-# options that define a run
-SETTINGS = {"finder", "model", "dtype", "template", "curriculum", "deploy_sink", "deploy_window"}
-SETTINGS |= {"forward_rows", "elimination_traces", "elimination_sparsity", "elimination_budget"}
-SETTINGS |= {"elimination_prefill", "elimination_distillation"}
-# all that are read; of the others a run says that they are not
-READ = SETTINGS | COPIED | {"init_gates", "output_dir", "wandb", "wandb_project", "gates_link"}
-GRPO_OPTIONS = ("max_steps", "learning_rate", "prompts_per_step", "num_generations", "recipe")
-GRPO_OPTIONS += ("temperature",)
-# no measurement depends on them; rows number the batches
-UNMEASURED = RESUMABLE_KEYS - {"forward_rows"}
+# options that elimination reads; of the others a run says that they are not
+READ = {
+    option.name for option in fields(RLKVSettings) if "elimination" in option.metadata["finders"]
+}
+GRPO_OPTIONS = [
+    "max_steps",
+    "learning_rate",
+    "prompts_per_step",
+    "num_generations",
+    "recipe",
+    "temperature",
+]
 
 
 def eliminate_heads(
@@ -121,11 +123,13 @@ def eliminate_heads(
     recorded = read_traces(settings.curriculum, tokenizer, template, max_length=sys.maxsize)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
-    config = {name: value for name, value in asdict(settings).items() if name in SETTINGS}
+    config = {name: value for name, value in asdict(settings).items() if name in READ}
     config |= {"dtype": dtype, "low": low, "seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
-    measured = {name: value for name, value in config.items() if name not in UNMEASURED}
+    # no measurement depends on what may change when it is resumed, but rows number the batches
+    kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
+    measured = {name: config[name] for name in sorted(kept)}
     start = unordered_gates(model, settings)
     # both refuse before the distillation
     num_removals(start.alpha.numel(), low, settings.elimination_sparsity)
@@ -220,19 +224,19 @@ def distillation(
     Its steps suffice for a gate that goes from 1 to 0.  It reads a solution at a time, which needs
     the least memory, and on a CPU the least time, as nothing is padded.
     """
+    shared = {name: getattr(settings, name) for name in option_names(RunSettings)}
+    shared |= {"wandb": "disabled", "gates_link": None, "image_steps": 0}
+    shared |= {"sink": settings.deploy_sink, "window": settings.deploy_window}
     return DistillSettings(
-        **{name: getattr(settings, name) for name in COPIED},
+        **shared,
         data="traces",
         prefill="local",
-        sink=settings.deploy_sink,
-        window=settings.deploy_window,
         max_length=sys.maxsize,
         steps=settings.elimination_distillation,
         learning_rate=min(FASTEST, 2 / settings.elimination_distillation),
         batch_size=SOLUTIONS,
         gradient_checkpointing=args.gradient_checkpointing,
         save_steps=5,
-        image_steps=0,
         seed=args.seed,
         device=str(args.device),
         output_dir=str(folder),
@@ -718,7 +722,7 @@ class RemovalLog:
         self._cpu_seconds = -seconds
         self.wandb = run.open_wandb()
         if self.wandb:
-            self.wandb.on_train_begin(args, None, None)
+            self.wandb.start(args.run_name)
         for name in (LOG, GATES_LOG):
             (self.folder / name).unlink(missing_ok=True)
 

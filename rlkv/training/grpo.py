@@ -25,9 +25,9 @@ from rlkv.rollout.base import GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable, hold_out
-from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings, option_names
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder, SampleLog
+from rlkv.training.run_folder import RunFolder
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
@@ -39,14 +39,6 @@ CURVES = (
     ("gates/below_0.5", "gates below 0.5"),
     ("reward/zero_spread_share", "groups without spread"),
 )
-# names of trl's options that define a run
-TRAINING_KEYS = """
-    output_dir run_name seed max_steps num_train_epochs prompts_per_step num_generations
-    temperature top_p top_k max_completion_length learning_rate lr_scheduler_type weight_decay
-    adam_beta1 adam_beta2 max_grad_norm recipe epsilon importance_cap num_iterations
-    steps_per_generation generation_batch_size per_device_train_batch_size
-    gradient_accumulation_steps save_steps save_total_limit
-"""
 
 
 def train_gates(
@@ -99,8 +91,8 @@ def train_gates(
         every.append(HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer))
     main = args.process_index == 0
     if main:
-        samples = SampleLog(run.path, settings.sample_steps, lambda: trainer.samples)
-        every += [*run.loggers(make_gates, samples), StepLine()]
+        logs = run.loggers(make_gates, lambda: trainer.samples, settings.sample_steps)
+        every += [*logs, StepLine()]
     with open_engine(settings, args, longest_prompt(curriculum, tokenizer)) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
@@ -206,7 +198,9 @@ def run_config(
     Problems and gates at the start count by their digests, wherever their files are.
     """
     config = asdict(settings)
-    config |= {key: getattr(args, key) for key in TRAINING_KEYS.split()}
+    noted = option_names(GateTrainingArguments, resume=True)
+    noted |= option_names(GateTrainingArguments, resume=False)
+    config |= {key: getattr(args, key) for key in sorted(noted)}
     config["processes"] = args.world_size
     config["problems"] = digest(curriculum.to_list())
     config["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here

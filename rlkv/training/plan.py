@@ -1,5 +1,4 @@
-"""What a training takes, said before anything is loaded: the engine, sizes that fit the GPU, memory
-and time.
+"""What a training takes, said before anything is loaded: engine, sizes that fit, memory and time.
 
 Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints
 what it took.
@@ -8,9 +7,10 @@ what it took.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -43,9 +43,9 @@ from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettin
 from rlkv.training.sharding import is_sharded, not_loading
 from rlkv.vllm.plugin import choose_engine
 
-# trl computes log-probabilities from tiles of logits, of this many tokens and entries of the
-# vocabulary
-TILE_TOKENS, TILE_ENTRIES = 4096, 32768
+# trl computes log-probabilities from tiles of logits: this many tokens and vocabulary entries
+TILE_TOKENS = 4096
+TILE_ENTRIES = 32768
 CPU_TILES = 7.25  # float32 tiles that its CPU form makes besides
 
 
@@ -70,10 +70,7 @@ class UpdateMemory:
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """What an update computes:
-
-    ``rows`` of ``length`` tokens, of which ``rows_per_call`` share a forward.
-    """
+    """What an update computes: ``rows`` of ``length`` tokens, ``rows_per_call`` in a forward."""
 
     rows: int
     length: int
@@ -84,37 +81,36 @@ class UpdateShape:
 
 
 def layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> float:
-    """What a layer holds of a token for its backward pass."""
-    heads, size, e = model.shape.num_kv_heads, model.shape.head_dim, model.itemsize
+    """Return what a layer holds of a token for its backward pass."""
+    kv = model.shape.num_kv_heads
+    size = model.shape.head_dim
     queries = model.shape.num_query_heads
-    groups, log_sums = queries / heads, 4 * queries
-    common = (
-        8 * model.hidden
-        + 3 * model.intermediate * e
-        + (2 * queries + 2 * heads) * size * e
-        + log_sums
-    )
+    e = model.itemsize
+    log_sums = 4 * queries
+    states = (2 * queries + 2 * kv) * size * e
+    common = 8 * model.hidden + 3 * model.intermediate * e + states + log_sums
     if on_gpu:
-        return common + queries * size * e + log_sums + (0 if e == 4 else 8 * queries * size)
+        wide = 0 if e == 4 else 8 * queries * size
+        return common + queries * size * e + log_sums + wide
     block = max(sizes.window, MIN_BLOCK)
     seen = sizes.sink + sizes.window + block
-    local = (2 * queries + 2 * heads * seen / block) * size * e + groups * seen * e
+    local = (2 * queries + 2 * kv * seen / block) * size * e + queries / kv * seen * e
     return common + local + (4 if e == 4 else 8) * queries * size
 
 
 def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
-    """Of one micro-batch, all of whose rows are as long as the longest."""
-    tokens, called = (
-        update.rows * update.length,
-        min(update.rows, update.rows_per_call) * update.length,
-    )
-    e, of_layer = model.itemsize, layer_bytes_per_token(model, update.sizes, update.on_gpu)
+    """Return the memory of one micro-batch, all of whose rows are as long as the longest."""
+    tokens = update.rows * update.length
+    called = min(update.rows, update.rows_per_call) * update.length
+    e = model.itemsize
+    of_layer = layer_bytes_per_token(model, update.sizes, update.on_gpu)
     kept = model.hidden * e if update.checkpointing else of_layer
     last_norm = 8 * model.hidden
     held = tokens * (model.shape.num_layers * kept + last_norm)
     # gradients of the MLP's inner states and of the residual stream
-    working = called * (2 * model.intermediate * e + 2 * model.hidden * e)
-    layer = working + (called * of_layer if update.checkpointing else 0)
+    layer: float = called * (2 * model.intermediate * e + 2 * model.hidden * e)
+    if update.checkpointing:
+        layer += called * of_layer
     tile: float = min(called, TILE_TOKENS) * TILE_ENTRIES * e
     if not update.on_gpu:
         tile += CPU_TILES * 4 * min(called, TILE_TOKENS) * min(model.vocabulary, TILE_ENTRIES)
@@ -125,11 +121,12 @@ def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
 UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
 CPU_FLOPS = 1e11  # operations/s of an update on a CPU
+GRAPHS = ENGINE_GIB * GIB  # vLLM's graphs and activations
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens/s of one process: of its rollouts, and of forward and backward."""
+    """Assumed tokens/s of one process: of its rollouts, and of forward and backward."""
 
     rollout: float
     update: float
@@ -137,9 +134,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is planned for:
+    """Where a run is planned for: ``processes`` with a ``card`` each, or on a CPU.
 
-    ``processes`` with a ``card`` each, of which ``free`` bytes are free, or on a CPU.
+    Attributes:
+        free: bytes that are free on each card.
     """
 
     processes: int
@@ -155,8 +153,9 @@ class Plan:
         settings: with the engine, rows and memory of its rollouts chosen.
         why: why the engine is not vLLM; empty if it is, or was asked for.
         footprint: None for a model whose shape is not known, and for built-in ones, which have no
-        assumed rates. problems, tokens: of the curriculum, and of its mean output; None if it is
-        not there or does not say.
+            assumed rates.
+        problems, tokens: of the curriculum, and of its mean output; None if it is not there or does
+            not say.
         positions: tokens of the longest prompt and completion.
         lacking: GiB that the GPU is too small by; 0 if all fits.
         shards: processes that share out the trainer's weights.
@@ -175,20 +174,15 @@ class Plan:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a completion: as the curriculum has it, else assumed."""
+        """Tokens of a completion: as the curriculum has it, else assumed."""
         longest = self.args.max_completion_length or 0
         return MEAN_LENGTH * longest if self.tokens is None else min(self.tokens, longest)
 
     @property
     def _processes_of_args(self) -> int:
-        """How many processes the arguments count with: without ``prompts_per_step`` a step has as
-        many for each.
-        """
-        return (
-            self.machine.processes
-            if self.args.prompts_per_step is not None
-            else self.args.world_size
-        )
+        # without prompts_per_step a step has as many completions for each process
+        whole = self.args.prompts_per_step is not None
+        return self.machine.processes if whole else self.args.world_size
 
     @property
     def samples(self) -> int:
@@ -203,19 +197,21 @@ class Plan:
     @property
     def steps(self) -> int | None:
         """Optimizer steps; None if they follow from a curriculum that is not there."""
-        if self.args.max_steps > 0 or self.problems is None:
-            return self.args.max_steps if self.args.max_steps > 0 else None
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        if self.problems is None:
+            return None
         prompts = self.samples // (self.args.num_generations or 1)
-        return math.ceil(
-            self.args.num_train_epochs * ((self.problems - self.settings.held_out) // prompts)
-        )
+        of_epoch = (self.problems - self.settings.held_out) // prompts
+        return math.ceil(self.args.num_train_epochs * of_epoch)
 
     @property
     def rates(self) -> Rates | None:
-        """Assumed, of one process; None for a model that none are assumed for."""
+        """Rates of one process; None for a model that none are assumed for."""
         if self.footprint is None or self.settings.model in BUILT_IN:
             return None
-        card, rows = self.machine.card, self.settings.rollout_rows or 1
+        card = self.machine.card
+        rows = self.settings.rollout_rows or 1
         flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
         rollout = self.footprint.rate(
             self.settings.rollout, rows, card, self.mean_tokens, mixed=True
@@ -229,11 +225,10 @@ class Plan:
         return len(self.settings.servers) if is_served else self.machine.processes
 
     def seconds(self, rates: Rates) -> tuple[float, float]:
-        """Of a step: its rollout, and its update if all groups have spread."""
+        """Return seconds of a step: of its rollout, and of its update if all groups have spread."""
         tokens = self.samples * self.mean_tokens
-        return tokens / (rates.rollout * self.sampling), tokens / (
-            rates.update * self.machine.processes
-        )
+        rollout = tokens / (rates.rollout * self.sampling)
+        return rollout, tokens / (rates.update * self.machine.processes)
 
     @property
     def own_weights(self) -> int:
@@ -243,64 +238,61 @@ class Plan:
     @property
     def engine_weights(self) -> int:
         """Bytes of vLLM's copy, which has all weights."""
-        return (
-            self.footprint.weights
-            if self.footprint is not None and self.settings.rollout == "vllm"
-            else 0
-        )
+        if self.footprint is None or self.settings.rollout != "vllm":
+            return 0
+        return self.footprint.weights
 
     def update(self, rows: int, checkpointing: bool) -> UpdateMemory:
-        """Memory of forward and backward of ``rows`` rows of the greatest length, besides the
-        weights.
-        """
+        """Return the memory of an update of ``rows`` rows of the greatest length."""
         assert self.footprint is not None
-        sizes, alone = (
-            LocalSizes(self.settings.sink, self.settings.window),
-            self.machine.processes == 1,
+        # under DDP every process makes one forward for all of its rows
+        alone = self.machine.processes == 1
+        shape = UpdateShape(
+            rows=rows,
+            length=self.positions,
+            rows_per_call=min(rows, self.settings.forward_rows) if alone else rows,
+            sizes=LocalSizes(self.settings.sink, self.settings.window),
+            checkpointing=checkpointing,
+            on_gpu=self.machine.card is not None,
         )
-        together = min(rows, self.settings.forward_rows) if alone else rows
-        on_gpu = self.machine.card is not None
-        return update_memory(
-            self.footprint,
-            UpdateShape(rows, self.positions, together, sizes, checkpointing, on_gpu),
-        )
+        return update_memory(self.footprint, shape)
 
     def engine(self) -> str:
-        """What samples, with what."""
+        """Say what samples, with what."""
         settings = self.settings
-        memory = (
-            f" and {settings.rollout_kv_gib:.1f} GiB of KV" if settings.rollout == "vllm" else ""
-        )
-        short = f"; the GPU is too small by about {self.lacking:.0f} GiB" if self.lacking else ""
-        why = f" ({self.why})" if self.why else ""
-        rows = (
-            "" if settings.rollout == "vllm-server" else f", {settings.rollout_rows} rows at once"
-        )
-        return f"{NAMES[settings.rollout]}{why}{rows}{memory}{short}"
+        text = NAMES[settings.rollout]
+        if self.why:
+            text += f" ({self.why})"
+        if settings.rollout != "vllm-server":
+            text += f", {settings.rollout_rows} rows at once"
+        if settings.rollout == "vllm":
+            text += f" and {settings.rollout_kv_gib:.1f} GiB of KV"
+        if self.lacking:
+            text += f"; the GPU is too small by about {self.lacking:.0f} GiB"
+        return text
 
     def line(self) -> str:
-        """What a run prints before it begins."""
+        """Return what a run prints before it begins."""
         line = f"rollouts through {self.engine()}"
         if self.rates is None:
             return line
         return f"{line}: {self.time(self.rates)}; every step prints the measured time that is left"
 
     def announced(self) -> RLKVSettings:
-        """The chosen settings, after that line has been printed by the main process."""
+        """Return the chosen settings, after the main process has printed that line."""
         if self.args.process_index == 0:
             print(self.line(), flush=True)
         return self.settings
 
     def time(self, rates: Rates) -> str:
-        """The estimate, and what it rests on."""
+        """Say how long a step takes, and what the estimate rests on."""
         seconds = sum(self.seconds(rates))
         total = "" if self.steps is None else f" and {rough(self.steps * seconds)} in all"
         where = "a GPU" if self.machine.card is not None else "this CPU"
         return (
             f"about {rough(seconds)} a step{total} on {where}, if rollouts make "
-            f"{rates.rollout * self.sampling:,.0f} "
-            f"tokens/s, updates {rates.update * self.machine.processes:,.0f} (assumed, not "
-            "measured) and a "
+            f"{rates.rollout * self.sampling:,.0f} tokens/s, updates "
+            f"{rates.update * self.machine.processes:,.0f} (assumed, not measured) and a "
             f"completion takes {self.mean_tokens:,.0f} tokens"
         )
 
@@ -311,74 +303,86 @@ def make_plan(
     machine: Machine,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Plan:
-    """Choose the engine and the sizes of the rollouts for ``machine``; ``prompt_tokens``: of the
-    longest prompt.
+    """Choose the engine and the sizes of the rollouts for ``machine``.
+
+    Args:
+        prompt_tokens: of the longest prompt.
     """
     footprint = None if settings.model in BUILT_IN else footprint_on(settings, args, machine)
     problems, tokens = _curriculum_facts(settings.curriculum)
     positions = prompt_tokens + (args.max_completion_length or 0)
     shards = machine.processes if is_sharded(args) else 1
-    return _with_engine(
-        Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards)
-    )
+    plan = Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards)
+    return _with_engine(plan)
 
 
 def footprint_on(
     settings: RLKVSettings, args: GateTrainingArguments, machine: Machine
 ) -> Footprint | None:
-    """Of the model in the dtype that it has there."""
+    """Return the footprint of the model in the dtype that it has there."""
     device = args.device if machine.card is None else torch.device("cuda")
     return Footprint.of(settings.model, dtype_name(settings.dtype, device))
 
 
 def _with_engine(plan: Plan) -> Plan:
-    settings, args, machine, footprint = plan.settings, plan.args, plan.machine, plan.footprint
-    kv_gib, rows, lacking, free = settings.rollout_kv_gib, settings.rollout_rows, 0.0, machine.free
-    gated = None if footprint is None else footprint.architecture
-    rollout, why = choose_engine(settings.rollout, free is not None, gated)
-    if footprint is not None and free is not None and rollout != "vllm-server":
-        row = plan.positions * footprint.kv_per_token
+    settings = plan.settings
+    args = plan.args
+    model = plan.footprint
+    free = plan.machine.free
+    kv_gib = settings.rollout_kv_gib
+    rows = settings.rollout_rows
+    lacking = 0.0
+    architecture = None if model is None else model.architecture
+    rollout: Any
+    rollout, why = choose_engine(settings.rollout, free is not None, architecture)
+    if model is not None and free is not None and rollout != "vllm-server":
         update = plan.update(args.per_device_train_batch_size, args.gradient_checkpointing).peak
         room = int(USABLE * free) - plan.own_weights - update
         if rollout == "vllm":
-            # its copy has all weights, its KV stays while the gates are updated, and so do its
-            # graphs
-            beside = room - footprint.weights - int(ENGINE_GIB * GIB)
-            if settings.rollout == "auto" and footprint.lacking(beside, plan.positions):
-                rollout, why = "hf", "two copies of the weights leave no room for KV"
+            # its copy has all weights; its KV and graphs stay while the gates are updated
+            beside = room - model.weights - int(GRAPHS)
+            if settings.rollout == "auto" and model.lacking(beside, plan.positions):
+                rollout = "hf"
+                why = "two copies of the weights leave no room for KV"
             else:
                 room = beside
         samples = plan.own_samples
-        kv_gib = max(min(room, samples * row), row) / GIB if kv_gib is None else kv_gib
-        most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
-        rows = rows or footprint.rows(
-            rollout, int(kv_gib * GIB) if rollout == "vllm" else room, plan.positions, most
-        )
-        lacking = footprint.lacking(room, plan.positions)
-    kv_gib = (kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None
+        row = plan.positions * model.kv_per_token
+        if kv_gib is None:
+            kv_gib = max(min(room, samples * row), row) / GIB
+        if rows is None:
+            most = min(samples, DEFAULT_ROWS) if rollout == "hf" else samples
+            kv = int(kv_gib * GIB) if rollout == "vllm" else room
+            rows = model.rows(rollout, kv, plan.positions, most)
+        lacking = model.lacking(room, plan.positions)
     chosen = replace(
-        settings, rollout=rollout, rollout_rows=rows or DEFAULT_ROWS, rollout_kv_gib=kv_gib
+        settings,
+        rollout=rollout,
+        rollout_rows=rows or DEFAULT_ROWS,
+        rollout_kv_gib=(kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None,
     )
     return replace(plan, settings=chosen, why=why, lacking=lacking)
 
 
 def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
-    """``(problems, mean output tokens)`` as far as they are known."""
+    """Return the number of problems and the mean output tokens, as far as they are known."""
     if path is None or not Path(path).is_file():
         return None, None
     rows = read_curriculum(path)
     lengths = [row["output_tokens"] for row in rows if row.get("output_tokens")]
-    return len(rows), sum(lengths) / len(lengths) if lengths else None
+    return len(rows), fmean(lengths) if lengths else None
 
 
-GRAPHS = ENGINE_GIB * GIB
-UNITS = ((GIB, "GiB"), (2**20, "MiB"))
+# --- the text of --plan
 
 
 def describe_plan(
     settings: RLKVSettings, args: GateTrainingArguments, prompt_tokens: int = PROMPT_TOKENS
 ) -> str:
-    """Return what ``--plan`` prints; ``prompt_tokens``: of the longest prompt.
+    """Return what ``--plan`` prints.
+
+    Args:
+        prompt_tokens: of the longest prompt.
 
     Raises:
         ValueError: if ``plan_gpus`` names none that is known.
@@ -388,112 +392,113 @@ def describe_plan(
         plan = make_plan(settings, args, machine, prompt_tokens)
         if plan.footprint is None:
             plan = replace(plan, footprint=footprint_on(settings, args, machine))
-    where = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
-    lines = {
-        **dict(_run(plan)),
-        **dict(_resources(plan, where)),
-        "gates": f"{args.output_dir}/gates.pt",
-    }
+    lines = _run(plan)
+    if plan.footprint is not None:
+        lines["machine"] = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
+        lines |= _resources(plan, plan.footprint)
+    lines["gates"] = f"{args.output_dir}/gates.pt"
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
 
 def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> tuple[Machine, str]:
-    """What is planned for, and the name of its GPUs: what ``plan_gpus`` names, what is here, else
-    one of a default.
+    """Return what is planned for, and the name of its GPUs.
+
+    That is what ``plan_gpus`` names, what is here, else one of a default.
     """
-    here = card_of(args.device)
     if settings.plan_gpus is not None:
         processes, name = parse_gpus(settings.plan_gpus)
         return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB)), name
+    here = card_of(args.device)
     if here is not None:
-        return Machine(args.world_size, here, free_memory(args.device)), torch.cuda.get_device_name(
-            args.device
-        )
+        name = torch.cuda.get_device_name(args.device)
+        return Machine(args.world_size, here, free_memory(args.device)), name
     if settings.model in BUILT_IN:
         return Machine(args.world_size, None, None), ""
     return Machine(args.world_size, CARDS[DEFAULT], int(CARDS[DEFAULT].memory * GIB)), DEFAULT
 
 
-def _run(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What the run does, whatever it runs on."""
-    settings, args, model = plan.settings, plan.args, plan.footprint
-    shape = ""
-    if model is not None:
-        layers, heads = model.shape.num_layers, model.shape.num_kv_heads
-        shape = f": {layers} layers x {heads} KV heads, {model.parameters:.3g} parameters"
-    yield "model", settings.model + shape
-    absent = settings.curriculum is not None and plan.problems is None
+def _run(plan: Plan) -> dict[str, str]:
+    """Say what the run does, whatever it runs on."""
+    settings = plan.settings
+    model = settings.model
+    if plan.footprint is not None:
+        shape = plan.footprint.shape
+        heads = f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads"
+        model += f": {heads}, {plan.footprint.parameters:.3g} parameters"
     curriculum = settings.curriculum or "problems of the built-in task"
-    yield (
-        "curriculum",
-        curriculum + (f" (absent: {settings.filter_command()} writes it)" if absent else ""),
-    )
-    total = None if plan.steps is None else plan.steps * plan.samples
-    of_all = f", {total:,} in all" if total else ""
-    yield (
-        "steps",
-        f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each{of_all}",
-    )
+    if settings.curriculum is not None and plan.problems is None:
+        curriculum += f" (absent: {settings.filter_command()} writes it)"
+    steps = f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each"
     source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
-    of_all = f", {total * plan.mean_tokens / 1e6:,.1f} million in all" if total else ""
-    yield (
-        "tokens",
-        f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on average "
-        f"({source}){of_all}",
+    tokens = (
+        f"at most {plan.args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on "
+        f"average ({source})"
     )
-    yield "engine", plan.engine()
+    if plan.steps:
+        total = plan.steps * plan.samples
+        steps += f", {total:,} in all"
+        tokens += f", {total * plan.mean_tokens / 1e6:,.1f} million in all"
+    return {
+        "model": model,
+        "curriculum": curriculum,
+        "steps": steps,
+        "tokens": tokens,
+        "engine": plan.engine(),
+    }
 
 
-def _resources(plan: Plan, where: str) -> Iterator[tuple[str, str]]:
-    """Memory and time."""
-    model, args, settings, machine = plan.footprint, plan.args, plan.settings, plan.machine
-    if model is None:
-        return
-    rows, checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing
-    kv, engine = settings.rollout_kv_gib, plan.engine_weights
-    of_rows = plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
-    rollout = COPIES * of_rows if settings.rollout == "hf" else of_rows if kv is None else kv * GIB
-    if settings.rollout == "vllm-server":
-        rollout = 0  # on its own GPU
+def _resources(plan: Plan, model: Footprint) -> dict[str, str]:
+    """Say how much memory and time the run takes."""
+    args = plan.args
+    settings = plan.settings
+    rows = args.per_device_train_batch_size
+    checkpointing = args.gradient_checkpointing
+    engine = plan.engine_weights
+    kv = _kv_of_rollouts(plan, model)
     update = plan.update(rows, checkpointing).peak
     other = plan.update(rows, not checkpointing).peak
     # vLLM keeps its KV while the gates are updated; transformers frees it
-    peak = plan.own_weights + (
-        engine + GRAPHS + rollout + update if engine else max(rollout, update)
-    )
-    copy = (
-        f", {_size(engine)} of vLLM's copy and {_size(GRAPHS)} for its graphs and activations "
-        "(assumed)"
-        if engine
-        else ""
-    )
-    kv_words = f", up to {_size(rollout)} of KV for {settings.rollout_rows} rows" if rollout else ""
-    free = "" if machine.free is None else f" of {_size(machine.free)} free"
-    yield "machine", where
-    yield (
-        "memory",
-        f"{_size(peak)}{free}: {_size(plan.own_weights)} of weights{copy}{kv_words}, "
-        f"{_size(update)} for the update",
-    )
-    words = ("without", "with") if checkpointing else ("with", "without")
-    yield (
-        "update",
-        f"{rows} x {plan.positions:,} tokens at once, {words[1]} gradient checkpointing; "
-        f"{words[0]} it would take "
-        f"{_size(other)}" + _largest(plan, rollout if engine else 0),
-    )
-    yield "serving", _serving(plan, model)
+    peak = plan.own_weights + (engine + GRAPHS + kv + update if engine else max(kv, update))
+    memory = _size(peak)
+    if plan.machine.free is not None:
+        memory += f" of {_size(plan.machine.free)} free"
+    memory += f": {_size(plan.own_weights)} of weights"
+    if engine:
+        reserve = f"{_size(GRAPHS)} for its graphs and activations (assumed)"
+        memory += f", {_size(engine)} of vLLM's copy and {reserve}"
+    if kv:
+        memory += f", up to {_size(kv)} of KV for {settings.rollout_rows} rows"
+    now, then = ("with", "without") if checkpointing else ("without", "with")
+    lines = {
+        "memory": f"{memory}, {_size(update)} for the update",
+        "update": (
+            f"{rows} x {plan.positions:,} tokens at once, {now} gradient checkpointing; {then} it "
+            f"would take {_size(other)}" + _largest(plan, kv if engine else 0)
+        ),
+        "serving": _serving(plan, model),
+    }
     if plan.rates is not None:
-        rollout_s, update_s = plan.seconds(plan.rates)
-        yield (
-            "time",
-            f"{plan.time(plan.rates)}; of a step {rough(rollout_s)} are rollout, {rough(update_s)} "
-            "update",
+        rollout, update_seconds = plan.seconds(plan.rates)
+        lines["time"] = (
+            f"{plan.time(plan.rates)}; of a step {rough(rollout)} are rollout, "
+            f"{rough(update_seconds)} update"
         )
+    return lines
+
+
+def _kv_of_rollouts(plan: Plan, model: Footprint) -> float:
+    """Return the bytes of KV on a GPU that trains."""
+    settings = plan.settings
+    if settings.rollout == "vllm-server":
+        return 0  # on its own GPU
+    if settings.rollout_kv_gib is not None:
+        return settings.rollout_kv_gib * GIB
+    of_rows = plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
+    return COPIES * of_rows
 
 
 def _largest(plan: Plan, kv: float) -> str:
-    """The most rows whose update fits, with and without checkpointing."""
+    """Say the most rows whose update fits, with and without checkpointing."""
     free = plan.machine.free
     if free is None:
         return ""
@@ -501,19 +506,19 @@ def _largest(plan: Plan, kv: float) -> str:
     if plan.engine_weights:
         room -= plan.engine_weights + GRAPHS
     samples = max(1, plan.samples // plan.machine.processes)
-    most = {
-        checkpointing: max(
-            (n for n in range(1, samples + 1) if plan.update(n, checkpointing).peak <= room),
-            default=0,
-        )
-        for checkpointing in (False, True)
-    }
-    return f"; the most rows that fit: {most[False]} without, {most[True]} with"
+    most = []
+    for checkpointing in (False, True):
+        rows = 0
+        while rows < samples and plan.update(rows + 1, checkpointing).peak <= room:
+            rows += 1
+        most.append(rows)
+    return f"; the most rows that fit: {most[0]} without, {most[1]} with"
 
 
 def _serving(plan: Plan, model: Footprint) -> str:
-    """KV of one text of mean length by sparsity."""
-    settings, shape = plan.settings, model.shape
+    """Say the KV of one text of mean length by sparsity."""
+    settings = plan.settings
+    shape = model.shape
     tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
     size = EntrySize(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
     kept = CacheSettings(settings.deploy_sink, settings.deploy_window)
@@ -526,5 +531,5 @@ def _serving(plan: Plan, model: Footprint) -> str:
 
 
 def _size(number: float) -> str:
-    unit, name = UNITS[0] if number >= GIB else UNITS[1]
+    unit, name = (GIB, "GiB") if number >= GIB else (2**20, "MiB")
     return f"{number / unit:.{1 if number < 100 * unit else 0}f} {name}"

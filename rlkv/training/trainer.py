@@ -324,7 +324,7 @@ class RLKVTrainer(GRPOTrainer):
         self.sharding = take_sharding(args)
         self.release_weights = nothing  # of a sharded base, after a backward pass
         self.gate_mean = GateMean()
-        self.skip_nonfinite = SkipNonFinite(Path(args.output_dir or "."))
+        self.skip_nonfinite = SkipNonFinite()
         self.stop_when_stable: StopWhenStable | None = None
         for callback in callbacks or []:
             if isinstance(callback, StopWhenStable):
@@ -335,7 +335,6 @@ class RLKVTrainer(GRPOTrainer):
         self._rewards = torch.zeros(0)  # of the rows of all processes
         self._of_rollout: dict[str, float] = {}  # figures of a rollout, for all steps that use it
         self._of_step: dict[str, float] = {}  # figures of the last step
-        self._inputs: dict[str, Any] = {}  # of the last loss
         self._tally: dict[str, Tensor] = {}  # of this process in this step
         # of this step; rollout has reward in it, cpu is of all threads, without the verifier's
         # processes
@@ -571,12 +570,10 @@ class RLKVTrainer(GRPOTrainer):
     # --- loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Make a forward and backward pass; gradients that are not finite are noted."""
+        """Make a forward and backward pass, and note the figures of a step."""
         started = time.process_time()
         loss = super().training_step(*args, **kwargs)
         self.release_weights()
-        rank = self.accelerator.process_index
-        self.skip_nonfinite.look(loss, self.gates, self._inputs, self.state.global_step, rank)
         if self.accelerator.sync_gradients:
             self._note_step()
         self._seconds["cpu"] += time.process_time() - started
@@ -585,7 +582,6 @@ class RLKVTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         settings = self.settings
         mean_reward = inputs["mean_reward"]
-        self._inputs = inputs
         if settings.adaptive:
             weight = objective.adaptive_weight(mean_reward, settings.l1_beta, settings.tau)
         else:

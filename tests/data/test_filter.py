@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rlkv.cli.app import parse
+from rlkv.cli.app import CONFIGS, parse
 from rlkv.data import filter as filter_job
 from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.filter import FilterConfig, parse_shard, run_filter, sized_and_announced
@@ -23,7 +23,6 @@ from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
-from rlkv.utils.configs import CONFIGS
 from rlkv.utils.files import read_log
 from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm

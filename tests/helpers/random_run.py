@@ -24,9 +24,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-OPTIONS = """--finder rlkv --use_cpu true --dtype float32 --sink 2 --window 6
-    --prompts_per_step 4 --per_device_train_batch_size 8 --max_completion_length 14 --max_steps 5
-    --save_steps 1 --tau 0.4 --l1_beta 0.05 --image_steps 0 --seed 3"""
+DEFAULTS = """--finder rlkv --use-cpu --dtype float32 --sink 2 --window 6 --prompts-per-step 4
+    --per-device-train-batch-size 8 --max-completion-length 14 --max-steps 5 --save-steps 1
+    --tau 0.4 --l1-beta 0.05 --image-steps 0 --seed 3"""
+OPTIONS = DEFAULTS.split()
 
 
 def checksum_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
@@ -61,14 +62,14 @@ def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] 
     """Train and export; the curriculum lies beside the output folder and is written if it is
     absent.
     """
-    from rlkv.training.config import parse_config
+    from rlkv.cli.train import parse_config
     from rlkv.training.grpo import train_gates
 
     curriculum = output_dir.parent / "curriculum.jsonl"
     if not curriculum.exists():
         write_curriculum(curriculum)
-    arguments = [*OPTIONS.split(), "--output_dir", str(output_dir)]
-    arguments += ["--curriculum", str(curriculum), *options]
+    folders = ["--output-dir", str(output_dir), "--curriculum", str(curriculum)]
+    arguments = [*OPTIONS, *folders, *options]
     model, tokenizer = make_policy()
     return train_gates(*parse_config(arguments), model, tokenizer, checksum_reward, list(callbacks))
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlkv.cli.app import parse
+from rlkv.cli.train import parse_config, parse_distill_config
 from rlkv.data.filter import FilterConfig
 from rlkv.evaluation.study import StudyConfig
-from rlkv.training.config import parse_config, parse_distill_config
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
 from rlkv.models.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
 from rlkv.models.shape import PUBLISHED, ModelShape, same_model, short_name
 from rlkv.rollout.footprint import Footprint
 from rlkv.tiny import MODEL_DIR
-from rlkv.utils.configs import CONFIGS
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 CPU = torch.device("cpu")

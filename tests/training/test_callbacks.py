@@ -1,132 +1,263 @@
-"""The JSONL log after a resume, alerts, sampled texts, and W&B without a login."""
+"""Callbacks of a training run: early stop, held-out accuracy, bad gradients, SIGTERM."""
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import TrainerCallback
 
-from rlkv.training.run_folder import Alert, CollapseWatch, JsonlLog, append_record
+from rlkv.attention.head_gate import HeadGateConfig, set_gates
+from rlkv.data.problems import read_curriculum
+from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
+from rlkv.models.prompts import build_messages
+from rlkv.training import callbacks
+from rlkv.training.callbacks import StopWhenStable, hold_out
+from rlkv.training.run_folder import last_checkpoint
+from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log
 from tests.helpers import random_run
-from tests.helpers.random_run import checksum_reward
-from tests.helpers.run_logs import record
+from tests.helpers.gates import make_gates
 
 
-def test_a_resumed_log_drops_later_and_broken_records(tmp_path: Path) -> None:
-    for name in ("log.jsonl", "gates.jsonl"):
-        lines = [json.dumps({"step": step, "value": step / 3}) for step in (1, 2, 3)]
-        (tmp_path / name).write_text("\n".join(lines) + '\n{"step": 4, "val')
-    JsonlLog(tmp_path).on_train_begin(None, SimpleNamespace(global_step=2), None)
-    for name in ("log.jsonl", "gates.jsonl"):
-        assert read_log(tmp_path / name) == [
-            {"step": 1, "value": 1 / 3},
-            {"step": 2, "value": 2 / 3},
-        ]
-        assert (tmp_path / name).read_text().endswith("\n")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
+    """A run that nothing happens to."""
+    gates: HeadGates = random_run.run(tmp_path_factory.mktemp("whole") / "run")
+    return gates
 
 
-def test_a_collapse_is_told_once_also_after_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told: list[Alert] = []
-    watch = CollapseWatch(tmp_path, [told.append])
-    rewards = [0.8] * 6 + [0.1] * 8
-    watch.on_train_begin(None, None, None)
-    for step, reward in enumerate(rewards, start=1):
-        logs = record(step, reward__mean=reward)
-        del logs["step"]
-        append_record(tmp_path / "log.jsonl", step, logs)
-        watch.on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
-    assert [alert.title for alert in told] == ["The reward has collapsed"]
-    assert (
-        capsys.readouterr().out.count(
-            "warning: The reward has collapsed. The mean reward fell from 0.80"
-        )
-        == 1
-    )
-    watch.on_train_begin(None, None, None)
-    watch.on_log(None, SimpleNamespace(global_step=15), None, logs=record(15, reward__mean=0.1))
-    assert len(told) == 1
+# --- early stop
 
-
-class FakeRun:
-    url, id = "https://wandb.example/run", "abc"
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.artifacts: list[Any] = []
-        self.finished = False
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.artifacts.append(artifact)
-
-    def log(self, record: dict[str, Any], step: int) -> None:
-        self.records.append({"at": step, **record})
-
-    def finish(self) -> None:
-        self.finished = True
+START = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
+SWAPPED = START[:, [1, 0]]
+OTHER = torch.tensor([[0.6, 0.4], [0.9, 0.1]])  # another order of the same full heads
+HALVED = START / 2
 
 
 @pytest.mark.parametrize(
-    ("asked", "login", "used"),
-    [("online", False, "offline"), ("online", True, "online"), ("offline", True, "offline")],
+    ("alphas", "sparsities", "steps", "moving", "expected"),
+    [
+        ([START, HALVED, SWAPPED, SWAPPED, SWAPPED, SWAPPED], [0.5], 3, True, [0, 1, 0, 1, 2, 3]),
+        ([START, OTHER, START, OTHER], [0.5], 2, True, [0, 1, 2]),
+        ([START, OTHER, START, OTHER], [0.5, 0.25], 2, True, [0, 0, 0, 0]),
+        # steps that leave the gates as they are do not count
+        ([START, START, HALVED, HALVED, START], [0.5], 2, False, [0, 0, 1, 1, 2]),
+        # gates that are equal decide nothing; equal among the full heads is another thing
+        ([torch.ones(2, 2)] * 5, [0.5], 2, True, [0, 0, 0, 0, 0]),
+        ([torch.tensor([[1.0, 0.0], [1.0, 0.0]])] * 5, [0.5], 2, True, [0, 1, 2]),
+    ],
 )
-def test_wandb_gets_sections_and_falls_back_to_offline(
-    asked: str,
-    login: bool,
-    used: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_only_steps_that_keep_the_full_heads_count(
+    alphas: list[torch.Tensor],
+    sparsities: list[float],
+    steps: int,
+    moving: bool,
+    expected: list[int],
 ) -> None:
-    wandb = pytest.importorskip("wandb")
-    run, started = FakeRun(), {}
-    monkeypatch.setattr(wandb, "login", lambda **kwargs: login)
-    monkeypatch.setattr(wandb, "init", lambda **kwargs: started.update(kwargs) or run)
-    random_run.run(tmp_path / "run", ["--wandb", asked, "--max_steps", "2", "--image_steps", "2"])
-    assert started["mode"] == used
-    out = capsys.readouterr().out
-    assert ("no login found" in out) == (asked != used)
-    assert run.url in out
-    assert [record["at"] for record in run.records] == [1, 2]
-    names = {
-        "collapse/reward_mean",
-        "convergence/penalty_beta_prime",
-        "heads/gates_mean",
-        "heads/gates",
-    }
-    assert names | {"time/time_step_s", "samples/texts"} <= run.records[0].keys()
-    assert {"heads/heat_map", "heads/histogram", "collapse/reward_against_sparsity"} <= run.records[
-        1
-    ].keys()
-    (artifact,) = run.artifacts
-    assert set(artifact.manifest.entries) == {"gates.safetensors", "heat_map.png"}
-    texts = run.records[0]["samples/texts"]
-    logged = read_log(tmp_path / "run" / "samples.jsonl")
-    assert [
-        dict(zip(["step", *texts.columns], [1, *row], strict=True)) for row in texts.data
-    ] == logged
-    assert len(logged) == 8
-    assert [row["right"] for row in logged] == checksum_reward(
-        [row["text"] for row in logged], [row["answer"] for row in logged]
+    base = make_gates(alpha=START, mean_alpha=START, model=None)
+    now = [START]
+    callback = StopWhenStable(
+        lambda: replace(base, alpha=now[0], mean_alpha=now[0]), sparsities, steps
     )
-    assert run.finished
-    assert started["config"]["l1_beta"] == 0.05
+    counts = []
+    for step, alpha in enumerate(alphas, start=1):
+        now[0] = alpha * (1 - 1e-3 * step) if moving else alpha
+        control = SimpleNamespace(should_save=False, should_training_stop=False)
+        state = SimpleNamespace(global_step=step, max_steps=len(alphas) + 1)
+        callback.on_step_end(None, state, control)
+        counts.append(callback.unchanged)
+        assert control.should_save == control.should_training_stop
+        if control.should_training_stop:
+            break
+    assert counts == expected
 
 
-def test_wandb_works_offline_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    random_run.run(tmp_path / "run", ["--wandb", "offline", "--max_steps", "1"])
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+def test_a_run_stops_and_says_so_and_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-steps", "40", "--learning-rate", "0.2", "--save-steps", "100"]
+    early = [*options, "--target-sparsity", "0.5", "--stable-steps"]
+    gates = random_run.run(tmp_path / "early", [*early, "3"])
+    last = gates.training["steps"]
+    assert 4 <= last < 40
+    told = f"stopped after step {last} of 40: the full heads at sparsity 0.5 have been the same"
+    assert told in capsys.readouterr().out
+    assert (tmp_path / "early" / "gates.pt").exists()
+    again = random_run.run(tmp_path / "early", [*early, "3"])
+    assert len(read_log(tmp_path / "early" / "gates.jsonl")) == last
+    assert torch.equal(again.alpha, gates.alpha)
+    # with a longer patience the run goes on, by the same steps as without any
+    longer = random_run.run(tmp_path / "early", [*early, "4"])
+    steps = longer.training["steps"]
+    plain = random_run.run(tmp_path / "plain", [*options, "--max-steps", str(steps)])
+    assert torch.equal(longer.alpha, plain.alpha)
+    assert steps > last
 
 
-def test_disabled_wandb_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(wandb, "init", lambda **kwargs: pytest.fail("started W&B"))
-    random_run.run(tmp_path / "run", ["--wandb", "disabled", "--max_steps", "1"])
-    assert not (tmp_path / "run" / "wandb").exists()
+# --- held-out problems
+
+
+def plain(folder: Path, full_LH: torch.Tensor) -> dict[str, float]:
+    """Measure by transformers' own greedy decoding, a problem at a time."""
+    rows = read_curriculum(str(folder / "curriculum.jsonl"))
+    args = SimpleNamespace(seed=3, world_size=1)
+    _, held = hold_out(Dataset.from_list([{"row": row} for row in rows]), 4, args)
+    assert held is not None
+    model, tokenizer = random_run.make_policy()
+    gated: Any = get_peft_model(model, HeadGateConfig(sink=2, window=6)).eval()
+    set_gates(gated, full_LH.float())
+    found = {"accuracy": 0.0, "truncated_share": 0.0, "length_mean": 0.0}
+    for row in held["row"]:
+        prompt = tokenizer.apply_chat_template(
+            build_messages(row["problem"], "rlkv"),
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        whole = gated.generate(**prompt, do_sample=False, max_new_tokens=14)[0]
+        ids = whole[prompt["input_ids"].shape[1] :].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        found["accuracy"] += random_run.checksum_reward([text], [str(row["answer"])])[0] / 4
+        found["truncated_share"] += (ids[-1] not in model.generation_config.eos_token_id) / 4
+        found["length_mean"] += len(ids) / 4
+    return found
+
+
+def test_figures_are_those_of_greedy_decoding_and_training_does_not_notice(tmp_path: Path) -> None:
+    options = ["--held-out", "4", "--target-sparsity", "0.5", "0.25", "--stable-steps", "0"]
+    options += ["--max-steps", "3", "--held-out-steps"]
+    often = random_run.run(tmp_path / "often", [*options, "2"])
+    seldom = random_run.run(tmp_path / "seldom", [*options, "100"])
+    assert torch.equal(often.alpha, seldom.alpha)
+    logs = {}
+    for name, steps in (("often", [2, 3]), ("seldom", [3])):
+        logs[name] = read_log(tmp_path / name / "log.jsonl")
+        measured = [of["step"] for of in logs[name] if "held_out/accuracy_at_0.5" in of]
+        assert measured == steps
+    for sparsity in (0.5, 0.25):
+        full = HeadAllocation.from_gates(often, sparsity).full
+        for name, value in plain(tmp_path, full).items():
+            expected = pytest.approx(value)
+            assert logs["often"][-1][f"held_out/{name}_at_{sparsity}"] == expected
+            assert often.training["held_out_figures"][f"{name}_at_{sparsity}"] == expected
+
+
+def test_problems_that_are_held_out_are_not_trained_on() -> None:
+    rows = Dataset.from_list([{"answer": str(number)} for number in range(10)])
+    args = SimpleNamespace(seed=1, world_size=2)
+    trained, held = hold_out(rows, 4, args)
+    assert held is not None
+    assert sorted([*trained["answer"], *held["answer"]]) == sorted(rows["answer"])
+    assert len(held) == 4
+    assert hold_out(rows, 0, args) == (rows, None)
+    for number, reason in ((10, "leaves none"), (3, "not a multiple of the 2 processes")):
+        with pytest.raises(ValueError, match=reason):
+            hold_out(rows, number, args)
+
+
+# --- gradients that are not finite
+
+Spoil = Callable[..., None]
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
+    """Makes the loss of some steps NaN or infinite."""
+    stock = RLKVTrainer._policy_loss
+
+    def use(*steps: int, value: float = float("nan")) -> None:
+        def spoiled(self: RLKVTrainer, model: Any, inputs: dict[str, Any]) -> Any:
+            loss, clipped = stock(self, model, inputs)
+            return loss * (value if self.state.global_step + 1 in steps else 1.0), clipped
+
+        monkeypatch.setattr(RLKVTrainer, "_policy_loss", spoiled)
+
+    return use
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_step_changes_nothing(tmp_path: Path, spoil: Spoil, value: float) -> None:
+    spoil(2, value=value)
+    gates = random_run.run(tmp_path / "run", ["--max-steps", "3"])
+    alphas = [record["alpha"] for record in read_log(tmp_path / "run" / "gates.jsonl")]
+    assert alphas[0] == alphas[1] != alphas[2]
+    assert gates.alpha.isfinite().all()
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    assert [record["train/skipped_steps"] for record in records] == [0, 1, 1]
+
+
+def test_three_in_a_row_end_the_run_which_can_be_resumed(
+    tmp_path: Path, spoil: Spoil, monkeypatch: pytest.MonkeyPatch, whole: HeadGates
+) -> None:
+    spoil(2, 3, 4)
+    with pytest.raises(ValueError, match="3 steps in a row are not finite: try --dtype float32"):
+        random_run.run(tmp_path / "run", ["--save-steps", "100"])
+    monkeypatch.undo()
+    assert torch.equal(random_run.run(tmp_path / "run").alpha, whole.alpha)
+
+
+# --- SIGTERM
+
+NEVER = ["--save-steps", "100"]  # but at the end
+
+
+class Terminate(TrainerCallback):
+    """Sends SIGTERM to this process in a step, which then takes ``seconds`` longer."""
+
+    def __init__(self, step: int, seconds: float = 0.0) -> None:
+        self.step = step
+        self.seconds = seconds
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + self.seconds
+            while time.monotonic() < until:
+                time.sleep(0.01)
+
+
+def test_the_step_is_finished_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: HeadGates
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        random_run.run(tmp_path / "run", NEVER, [Terminate(2)])
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "after step 2: the same command goes on" in capsys.readouterr().out
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    assert not (tmp_path / "run" / "gates.pt").exists()
+    assert torch.equal(random_run.run(tmp_path / "run", NEVER).alpha, whole.alpha)
+
+
+def test_a_long_step_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(callbacks, "GRACE", 0.1)
+    before = signal.getsignal(signal.SIGTERM)
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        random_run.run(tmp_path / "run", [], [Terminate(3, seconds=60)])
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 0
+    assert time.monotonic() - started < 60
+    assert "within a step" in capsys.readouterr().out
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+
+
+def test_in_the_last_step_the_run_ends_as_usual(tmp_path: Path) -> None:
+    gates = random_run.run(tmp_path / "run", NEVER, [Terminate(5)])
+    assert gates.training["steps"] == 5
+    assert (tmp_path / "run" / "gates.pt").exists()

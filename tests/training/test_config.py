@@ -1,4 +1,4 @@
-"""Configuration files, options, the program's errors, and reading the curriculum."""
+"""Options of a training run, what they refuse, and reading the curriculum."""
 
 from __future__ import annotations
 
@@ -6,45 +6,24 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
 
+from rlkv.cli.train import GROUPS, parse_config, parse_distill_config
 from rlkv.models.prompts import fill_template
 from rlkv.tiny import longest_solution
-from rlkv.training.config import RLKVSettings, parse_config
+from rlkv.training.config import (
+    RESUMABLE_KEYS,
+    UNPUBLISHED_KEYS,
+    DistillSettings,
+    GateTrainingArguments,
+    RLKVSettings,
+    option_names,
+)
 from rlkv.training.grpo import load_curriculum
 from tests.helpers.paths import ROOT
-
-
-def test_options_override_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: "
-        "4\nper_device_train_batch_size: 8\n"
-    )
-    settings, training = parse_config(["--config", str(file), "--tau", "0.6", "--use_cpu", "true"])
-    assert (settings.l1_beta, settings.tau, training.max_steps) == (2e-3, 0.6, 9)
-    assert training.gradient_accumulation_steps == 2
-    assert (
-        training.learning_rate,
-        training.weight_decay,
-        training.adam_beta1,
-        training.adam_beta2,
-    ) == (
-        0.01,
-        0.017,
-        0.9,
-        0.999,
-    )
-    assert (training.max_grad_norm, training.beta, training.loss_type, training.bf16) == (
-        1.0,
-        0.0,
-        "grpo",
-        False,
-    )
-    assert training.lr_scheduler_type == "constant"
-
 
 PAPER = {
     "llama8b": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 1e-3, 0.5, 1.0),
@@ -53,158 +32,182 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_shipped_files_hold_the_papers_numbers(name: str) -> None:
-    settings, training = parse_config(["--config", name, "--use_cpu", "true"])
-    from_file = parse_config(
-        ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", "true"]
+def read(*options: str) -> tuple[RLKVSettings, GateTrainingArguments]:
+    return parse_config([*options, "--use-cpu"])
+
+
+def values(settings: Any, *names: str) -> list[Any]:
+    return [getattr(settings, name) for name in names]
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: 4\n"
+        "per_device_train_batch_size: 8\nlr_scheduler_kwargs: {num_cycles: 2}\nbf16: false\n"
     )
-    assert settings == from_file[0]
+    settings, training = read("--config", str(file), "--tau", "0.6", "--warmup_steps", "3")
+    assert values(settings, "finder", "l1_beta", "tau", "resume") == ["rlkv", 2e-3, 0.6, True]
+    assert values(training, "max_steps", "warmup_steps", "beta") == [9, 3, 0.0]
+    assert training.gradient_accumulation_steps == 2
+    assert training.lr_scheduler_kwargs == {"num_cycles": 2}
+    paper = ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"]
+    assert values(training, *paper) == [0.01, 0.017, 0.9, 0.999, 1.0]
+    assert training.lr_scheduler_type == "constant"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_packaged_files_hold_the_papers_numbers(name: str) -> None:
+    settings, training = read("--config", name)
     assert (settings.model, settings.l1_beta, settings.tau, training.top_p) == PAPER[name]
-    assert settings.finder == "rlkv"
-    assert (settings.sink, settings.window, settings.deploy_sink, settings.deploy_window) == (
-        128,
-        256,
-        16,
-        64,
-    )
-    assert (training.prompts_per_step, training.num_generations, training.max_steps) == (32, 4, 185)
+    sizes = values(settings, "finder", "sink", "window", "deploy_sink", "deploy_window")
+    assert sizes == ["rlkv", 128, 256, 16, 64]
+    assert values(training, "prompts_per_step", "num_generations", "max_steps") == [32, 4, 185]
     assert training.gradient_accumulation_steps * training.per_device_train_batch_size == 128
-    assert (training.max_completion_length, training.temperature, training.learning_rate) == (
-        7168,
-        1.0,
-        0.01,
-    )
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_published_files_differ_from_the_papers_in_what_they_name(name: str) -> None:
-    expected, paper = parse_config(["--config", name, "--use_cpu", "true"])
-    settings, training = parse_config(["--config", f"{name}_published", "--use_cpu", "true"])
-    assert settings == expected  # model, curriculum, sizes, beta, tau
-    assert (paper.recipe, paper.epsilon, paper.importance_cap) == ("paper", 0.2, 3.0)
-    assert (training.recipe, training.epsilon, training.importance_cap) == ("published", 0.4, 5.0)
-    sampling = (training.temperature, training.top_p, training.top_k)
-    assert sampling == ((0.6, 0.95, 20) if name == "qwen3_4b" else (1.0, 1.0, paper.top_k))
-    found, before = training.to_dict(), paper.to_dict()
+    assert values(training, "max_completion_length", "temperature") == [7168, 1.0]
+    # the published recipe differs in what its file names
+    same, published = read("--config", f"{name}_published")
+    assert same == settings
+    assert values(training, "recipe", "epsilon", "importance_cap") == ["paper", 0.2, 3.0]
+    assert values(published, "recipe", "epsilon", "importance_cap") == ["published", 0.4, 5.0]
+    found = published.to_dict()
+    before = training.to_dict()
     own = {"recipe", "epsilon", "importance_cap", "temperature", "top_k", "output_dir"}
     assert {key for key in found if found[key] != before[key]} <= own
 
 
-def test_the_options_override_the_recipe() -> None:
-    options = [
-        "--recipe",
-        "published",
-        "--epsilon",
-        "0.3",
-        "--importance_cap",
-        "0",
-        "--use_cpu",
-        "true",
-    ]
-    training = parse_config(options)[1]
+def test_options_override_the_recipe() -> None:
+    training = read("--recipe", "published", "--epsilon", "0.3", "--importance_cap", "0")[1]
     assert (training.epsilon, training.importance_cap) == (0.3, 0.0)
 
 
 def test_the_tiny_file_fits_the_tiny_model() -> None:
-    settings, training = parse_config(
-        ["--config", str(ROOT / "configs" / "tiny.yaml"), "--use_cpu", "true"]
-    )
-    assert (settings.model, settings.sink, settings.window) == ("tiny", 4, 16)
-    assert (settings.deploy_sink, settings.deploy_window) == (4, 16)
+    settings, training = read("--config", "tiny")
+    assert values(settings, "model", "sink", "window", "deploy_window") == ["tiny", 4, 16, 16]
     assert training.generation_batch_size == training.prompts_per_step * training.num_generations
 
 
+def test_help_shows_our_options_by_group_and_hides_those_of_trl(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for parse, prog in ((parse_config, "rlkv-train"), (parse_distill_config, "rlkv-distill")):
+        with pytest.raises(SystemExit) as ended:
+            parse(["--help"])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert f"usage: {prog}" in out
+        for name in ("--model", "--no-resume", "--save-steps", "--output-dir"):
+            assert name in out
+        assert "--hub-token" not in out
+        assert "_steps" not in out
+
+
+def test_what_options_are_is_in_their_metadata() -> None:
+    kinds = (RLKVSettings, GateTrainingArguments, DistillSettings)
+    for kind in kinds:
+        for name in option_names(kind):
+            metadata = kind.__dataclass_fields__[name].metadata
+            assert metadata["help"]
+            assert metadata["group"] in GROUPS
+    assert {"save_steps", "max_steps", "wandb", "forward_rows", "curriculum"} <= RESUMABLE_KEYS
+    assert not RESUMABLE_KEYS & {"seed", "l1_beta", "finder", "steps", "held_out", "model"}
+    assert {"model", "haystack", "output_dir", "rollout_servers"} <= UNPUBLISHED_KEYS
+    assert not UNPUBLISHED_KEYS & {"max_steps", "seed", "finder", "target_sparsity"}
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--bogus", "3"], "--bogus"),
-        (["--l1_beta", "x"], "l1_beta"),
-        (["--beta", "0.1"], "l1_beta"),
-        (["--loss_type", "dapo"], "loss_type"),
-        (["--scale_rewards", "batch"], "recipe"),
-        (["--use_transformers_continuous_batching", "true"], "continuous_batching"),
-        (["--cache_implementation", "static"], "static"),
-        (["--entropy_coef", "0.1"], "entropy_coef"),
-        (["--delta", "2.0"], "delta"),
-        (["--log_completions", "true"], "log_completions"),
-        (["--use_vllm", "true"], "use_vllm"),
-        (["--min_p", "0.1"], "min_p"),
-        (["--report_to", "wandb"], "option wandb"),
-        (["--temperature", "0"], "greedy"),
-        (["--recipe", "rank"], "recipe.*paper, published.*'rank'"),
-        (["--finder", "luck"], "finder.*'luck'"),
-        (["--init_gates", "g.pt"], "init_gates.*--finder elimination"),
+        ("--bogus 3", "unknown option --bogus"),
+        ("--l1_beta x", "--l1_beta needs a number"),
+        ("--l1-beta -1", "l1_beta must be at least 0"),
+        ("--beta 0.1", "l1_beta"),
+        ("--loss_type dapo", "loss_type"),
+        ("--scale_rewards batch", "recipe"),
+        ("--use-transformers-continuous-batching", "continuous_batching"),
+        ("--cache_implementation static", "static"),
+        ("--delta 2.0", "delta"),
+        ("--use_vllm true", "use_vllm"),
+        ("--min_p 0.1", "min_p"),
+        ("--report_to wandb", "option wandb"),
+        ("--temperature 0", "greedy"),
+        ("--recipe rank", "--recipe 'rank'.*paper, published"),
+        ("--finder luck", "--finder 'luck'"),
+        ("--finder elimination --init_gates g.pt", "init_gates.*--finder elimination"),
+        ("--finder elimination --plan", "--finder elimination"),
+        ("--init_gates g.pt --init_value 0.5", "exclude each other"),
+        ("--plan_gpus h100", "--plan"),
+        ("--elimination_distillation 7", "must be 0 or at least 8, got 7"),
+        ("--elimination_traces 0", "elimination_traces"),
+        ("--target_sparsity 1.5", "target_sparsity needs"),
+        ("--target_sparsity 0.5 --stable_steps -1", "stable_steps must"),
+        ("--held_out 4", "at the sparsities of target_sparsity"),
+        ("--save_total_limit 0", "save_total_limit"),
+        ("--rollout sglang", "--rollout 'sglang'"),
+        ("--importance_cap 0.5", "importance_cap"),
         (
-            ["--elimination_distillation", "7"],
-            "elimination_distillation must be 0 or at least 8, got 7",
-        ),
-        (["--elimination_traces", "0"], "elimination_traces"),
-        (["--wandb", "maybe"], "wandb.*'maybe'"),
-        (["--save_total_limit", "0"], "save_total_limit"),
-        (["--rollout", "sglang"], "rollout.*'sglang'"),
-        (["--importance_cap", "0.5"], "importance_cap"),
-        (
-            [
-                "--prompts_per_step",
-                "3",
-                "--per_device_train_batch_size",
-                "8",
-                "--steps_per_generation",
-                "3",
-            ],
+            "--prompts_per_step 3 --per_device_train_batch_size 8 --steps_per_generation 3",
             "steps_per_generation=3 splits prompts_per_step=3",
         ),
-        (["--config"], "--config"),
-        (["stray"], "stray"),
     ],
 )
-def test_wrong_options_are_named(options: list[str], named: str) -> None:
+def test_wrong_options_are_named(options: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        parse_config([*options, *([] if options == ["--config"] else ["--use_cpu", "true"])])
-
-
-def test_wrong_keys_and_broken_files_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    for text, named in [
-        ("l1_betta: 3\n", "l1_betta"),
-        ("sink: [1\n", "run.yaml.*YAML"),
-        ("sink: many\n", "sink"),
-    ]:
-        file.write_text(text)
-        with pytest.raises(ValueError, match=named):
-            parse_config(["--config", str(file)])
+        read(*options.split())
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--bogus", "3"], "error: unknown setting --bogus"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["--model", "x"], "error: no solutions to measure heads on: pass --curriculum"),
-        (["--model", "x", "--finder", "rlkv"], "error: no problems to train on"),
-        (["--curriculum", "nowhere.parquet"], "error: nowhere.parquet: there is no such file"),
+        ("--data traces --haystack a.txt", "haystack belongs to --data recall"),
+        ("--curriculum a.parquet", "curriculum belongs to --data traces"),
+        ("--prefill full", "prefill full is for --data traces"),
+        ("--max-length 10", "max_length must be at least 1000"),
+        ("--steps 0", "steps must be at least 1"),
+        ("--l1-weight -1", "l1_weight"),
+        ("--learning-rate 0", "learning_rate"),
+    ],
+)
+def test_wrong_options_of_a_distillation_are_named(options: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_distill_config(options.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--model x", "error: no problems to train on"),
+        ("--model x --finder elimination", "error: no solutions to measure heads on"),
+        ("--curriculum nowhere.parquet", "error: nowhere.parquet: there is no such file"),
     ],
 )
 def test_the_program_ends_with_one_sentence(
-    options: list[str],
+    options: str,
     named: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["--use_cpu", "true", "--output_dir", str(tmp_path / "run"), *options]
+    arguments = ["--use-cpu", "--output-dir", str(tmp_path / "run"), *options.split()]
     monkeypatch.setattr(sys, "argv", ["grpo_gates.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "train" / "grpo_gates.py"), run_name="__main__")
     assert ended.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert named in error
+    assert named in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
+# --- the curriculum
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
-    settings, training = parse_config(["--config", "tiny", "--use_cpu", "true", "--seed", "5"])
+    settings, training = read("--config", "tiny", "--seed", "5")
     found = load_curriculum(settings, training)
     line = capsys.readouterr().out
     assert "200 problems of the built-in task" in line
@@ -218,40 +221,40 @@ def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFix
     assert max(prompt[0]["content"].count(" = ") for prompt in prompts) == 2
 
 
-def read(path: Path, template: str) -> Dataset:
-    options = ["--curriculum", str(path), "--template", template, "--use_cpu", "true"]
-    return load_curriculum(*parse_config(options))
-
-
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
-    rows = [
-        {"problem": "1 + 1", "answer": "2", "bucket": "0-2k"},
-        {"problem": "2 + 2", "answer": 4, "bucket": "0-2k"},
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Dataset.from_list([{**row, "answer": str(row["answer"])} for row in rows]).to_parquet(
-        tmp_path / "a.parquet"
-    )
+    rows = [{"problem": "1 + 1", "answer": "2"}, {"problem": "2 + 2", "answer": 4}]
+    write(tmp_path / "a.jsonl", *rows)
+    texts = [{**row, "answer": str(row["answer"])} for row in rows]
+    Dataset.from_list(texts).to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
-        found = read(tmp_path / name, "boxed")
+        options = ("--curriculum", str(tmp_path / name), "--template", "boxed")
+        found = load_curriculum(*read(*options))
         assert found["answer"] == ["2", "4"]
         assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
 
 
 def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    rows = [{"problem": "1 + 1", "answer": "2", "template": "plain"}] * 2
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert RLKVSettings(curriculum=str(path)).with_curriculum().template == "plain"
-    assert (
-        RLKVSettings(curriculum=str(path), template="boxed").with_curriculum().template == "boxed"
-    )
+    row = {"problem": "1 + 1", "answer": "2", "template": "plain"}
+    path = write(tmp_path / "a.jsonl", row, row)
+    assert RLKVSettings(curriculum=path).with_curriculum().template == "plain"
+    assert RLKVSettings(curriculum=path, template="boxed").with_curriculum().template == "boxed"
     assert RLKVSettings().with_curriculum().template == "rlkv"
-    path.write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "template": "boxed"}])
-    )
+    write(tmp_path / "a.jsonl", row, {**row, "template": "boxed"})
     with pytest.raises(ValueError, match="--template"):
-        RLKVSettings(curriculum=str(path)).with_curriculum()
+        RLKVSettings(curriculum=path).with_curriculum()
+
+
+def test_a_curriculum_of_another_model_is_refused(tmp_path: Path) -> None:
+    row = {"problem": "1 + 1", "answer": "2"}
+    path = write(tmp_path / "c.jsonl", {**row, "model": "owner/other"})
+    message = r"owner/other.*tiny.*rlkv-filter --model tiny.*--allow-foreign-curriculum"
+    with pytest.raises(ValueError, match=message):
+        RLKVSettings(curriculum=path).with_curriculum()
+    settings, _ = read("--curriculum", path, "--allow-foreign-curriculum")
+    assert settings.with_curriculum().curriculum == path
+    for fields in ({"model": "tiny"}, {"model": None}, {}):
+        own = write(tmp_path / "own.jsonl", {**row, **fields})
+        assert RLKVSettings(curriculum=own).with_curriculum().curriculum == own
 
 
 @pytest.mark.parametrize(
@@ -261,9 +264,14 @@ def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
         ("a.jsonl", '{"problem": "1"}\n', "line 1.*problem"),
         ("a.jsonl", "no json\n", "line 1.*JSON"),
         ("a.parquet", "PAR1 broken", "a.parquet"),
+        ("absent/c.parquet", None, "absent/c.parquet.*rlkv-filter .*--output-dir"),
     ],
 )
-def test_a_wrong_curriculum_is_named(name: str, content: str, named: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+def test_a_wrong_curriculum_is_named(
+    name: str, content: str | None, named: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    settings, args = read("--curriculum", str(tmp_path / name), "--template", "rlkv")
     with pytest.raises(ValueError, match=named):
-        read(tmp_path / name, "rlkv")
+        load_curriculum(settings.with_curriculum(), args)

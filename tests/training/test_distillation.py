@@ -17,10 +17,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
+from rlkv.cli.train import parse_distill_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
-from rlkv.training.config import DistillSettings, parse_distill_config
+from rlkv.training.config import DistillSettings
 from rlkv.training.distillation import (
     Distiller,
     check_head,

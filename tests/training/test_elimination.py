@@ -17,12 +17,12 @@ from torch import Tensor
 
 from rlkv import compress, tiny
 from rlkv.attention.head_gate import HeadGateConfig
+from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
 from rlkv.training import elimination
-from rlkv.training.config import parse_config
 from rlkv.training.distillation import log_probabilities, read_traces
 from rlkv.training.elimination import (
     KEY,
@@ -530,14 +530,14 @@ def test_wandb_gets_the_heads_that_go(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged: list[dict[str, float]] = []
-    begin = WandbLog.on_train_begin
+    begin = WandbLog.start
 
-    def listen(log: WandbLog, *given: Any, **named: Any) -> None:
-        begin(log, *given, **named)
+    def listen(log: WandbLog, name: str | None) -> None:
+        begin(log, name)
         write = log.run.log
         monkeypatch.setattr(log.run, "log", lambda record: logged.append(record) or write(record))
 
-    monkeypatch.setattr(WandbLog, "on_train_begin", listen)
+    monkeypatch.setattr(WandbLog, "start", listen)
     run(tmp_path / "run", curriculum, wandb="offline", elimination_sparsity=0.1)
     records = read_log(tmp_path / "run" / "log.jsonl")
     kept = [record["traces/kept"] for record in records]

@@ -1,4 +1,4 @@
-"""Signals to a run of two processes under torchrun's agent: it ends everywhere, and can be resumed."""
+"""Signals to a run of two processes under torchrun: it ends everywhere, and can be resumed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.helpers import random_run, warm
 from tests.helpers.paths import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
     """SIGTERM to one process, SIGTERM to the launcher, kill -9 of one process.

@@ -16,11 +16,11 @@ from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers.integrations import deepspeed
 
+from rlkv.cli.app import CONFIGS
 from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.base import EngineFacts
 from rlkv.rollout.remote import RolloutServer
 from rlkv.training.sharding import load_as, not_loading
-from rlkv.utils.configs import CONFIGS
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run, warm
 from tests.helpers.paths import ROOT

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlkv.cli.app import preset_file
 from rlkv.evaluation.eval_report import (
     evaluation_page,
     find_published,
@@ -18,7 +19,6 @@ from rlkv.evaluation.eval_report import (
 )
 from rlkv.evaluation.evaluate import parse_method
 from rlkv.evaluation.metrics import wilson_interval
-from rlkv.utils.configs import preset_file
 from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]

@@ -17,7 +17,7 @@ import yaml
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.cli.app import parse
+from rlkv.cli.app import CONFIGS, parse
 from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.evaluation import sandbox
 from rlkv.evaluation.evaluate import (
@@ -34,7 +34,6 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
-from rlkv.utils.configs import CONFIGS
 from rlkv.utils.progress import ProgressBar
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model

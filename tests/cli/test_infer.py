@@ -1,4 +1,4 @@
-"""rlkv-infer end to end, on a random model that was saved with the built-in tokenizer."""
+"""rlkv-infer end to end: prompts, chats, files, eviction, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlkv.cli.infer import main
+from rlkv import tiny
+from rlkv.cli.infer import DIM, NORMAL, ThinkingStream, main
+from rlkv.eviction import TOVA
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.engine import InferenceEngine
+from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.inference.session import InferConfig, InferSession
+from rlkv.models.builtin import TINY_FOLDER
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
-from rlkv.utils.store import open_store
 from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -80,14 +85,8 @@ def in_use(err: str) -> tuple[int, int]:
 
 def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
     infer(
-        "--gates",
-        gates_file,
-        "--sparsity",
-        0.5,
-        "--prompt",
-        "a=7 . b=2 . find b ?",
-        "--max-new-tokens",
-        30,
+        *("--gates", gates_file, "--sparsity", 0.5, "--max-new-tokens", 30),
+        *("--prompt", "a=7 . b=2 . find b ?"),
     )
     out, err = capsys.readouterr()
     assert len(out.split()) > 5
@@ -129,15 +128,8 @@ def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
     gates_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
     infer(
-        "--gates",
-        gates_file,
-        "--sparsity",
-        0,
-        "--prompt",
-        "a=7 . find a ?",
-        "--compare-full",
-        "--max-new-tokens",
-        20,
+        *("--gates", gates_file, "--sparsity", 0, "--compare-full", "--max-new-tokens", 20),
+        *("--prompt", "a=7 . find a ?"),
     )
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.strip()]
@@ -178,16 +170,8 @@ def read_lines(path: Path) -> list[dict]:
 def batch_arguments(
     gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12
 ) -> list[str]:
-    arguments = [
-        "--gates",
-        gates_file,
-        "--input",
-        problems_file,
-        "--output",
-        output,
-        "--batch-size",
-        3,
-    ]
+    arguments = ["--gates", gates_file, "--input", problems_file, "--output", output]
+    arguments += ["--batch-size", 3]
     return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
 
 
@@ -213,16 +197,14 @@ def test_batch_with_answers(
     assert re.search(f"full cache  {graded}", err)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
 def test_interrupted_runs_end_with_the_same_file(
     gates_file: Path,
     problems_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    temperature: float,
 ) -> None:
     whole = tmp_path / "whole.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, "--temperature", temperature))
+    infer(*batch_arguments(gates_file, problems_file, whole, "--temperature", 1))
     expected = whole.read_bytes()
     calls: list[int] = []
     original = InferenceEngine.batch
@@ -243,12 +225,13 @@ def test_interrupted_runs_end_with_the_same_file(
         output.write_bytes(expected[:cut])
         settings.write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
         calls.clear()
-        infer(*batch_arguments(gates_file, problems_file, output, "--temperature", temperature))
+        infer(*batch_arguments(gates_file, problems_file, output, "--temperature", 1))
         assert output.read_bytes() == expected
         finished = sum(end <= cut for end in line_ends)
         assert sum(calls) == 10 - finished // 3 * 3 if finished < 10 else not calls
 
 
+@pytest.mark.slow
 def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     infer(*batch_arguments(gates_file, problems_file, whole, tokens=300))
@@ -293,15 +276,6 @@ def test_a_file_of_someone_else_is_never_touched(
     assert output.read_text() == "my notes"
 
 
-def test_two_writers(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    with (
-        open_store(output, {}, ["index"]),
-        pytest.raises(ValueError, match=r"out\.jsonl .*another process"),
-    ):
-        infer(*batch_arguments(gates_file, problems_file, output))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -323,61 +297,35 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--gates is missing"),
-        (["--gates", "nowhere/gates.pt"], "nowhere/gates.pt"),
-        (["--gates", "GATES", "--prompt", "x", "--input", "y"], "pass one or the other"),
-        (["--gates", "GATES", "--input", "y"], "belong together"),
-        (["--gates", "GATES", "--prompt", " "], "--prompt is empty"),
-        (["--gates", "GATES", "--compare-full"], "--compare-full needs"),
-        (["--gates", "GATES", "--sparsity", "2"], "sparsity 2"),
-        (["--gates", "GATES", "--window", "0"], "window is 0"),
-        (
-            ["--gates", "GATES", "--eviction", "rkv", "--budget", "64", "--protect-prompt"],
-            "--protect-prompt",
-        ),
-        (["--gates", "GATES", "--prefill", "some"], "unknown prefill 'some'"),
-        (["--gates", "GATES", "--template", "some"], "unknown prompt template 'some'"),
-        (["--gates", "GATES", "--model", "./absent"], "absent"),
-        (["--gates", "GATES", "--device", "abacus"], "unknown device 'abacus'"),
-        (["--gates", "GATES", "--dtype", "int1"], "unknown dtype 'int1'"),
-        (["--gates", "GATES", "--prompt", "x", "--max-new-tokens", "9999"], "max_new_tokens"),
-        (["--gates", "GATES", "--prompt", "x", "--temperature", "-1"], "temperature"),
-        (["--gates", "GATES", "--prompt", "x", "--temperature", "1e-320"], "temperature"),
-        (
-            ["--gates", "GATES", "--prompt", "x", "--window", "1000000000"],
-            "the model has 512 positions",
-        ),
-        (["--gates", "GATES", "--prompt", "x", "--sink", "9" * 31], "sink is 9999"),
-        (["--gates", "GATES", "--prompt", "a\udcff"], "--prompt holds bytes that are no UTF-8"),
-        (["--gates", "GATES", "--prompt", "x", "--device", "meta"], "'meta'"),
-        (["--config", "DEEP"], "not readable as YAML"),
-        (
-            ["--model", "tiny", "--prompt", "x", "--eviction", "rkv", "--budget", "9" * 400],
-            "rkv: budget",
-        ),
-        (["--gates", "GATES", "--input", "IN", "--output", "/dev/null"], "/dev/null is a device"),
-        (["--gates", "GATES", "--input", "IN", "--output", "IN"], "left as it is"),
-        (["--gates", "GATES", "--input", "IN", "--output", "IN/out.jsonl"], "is no folder"),
-        (
-            [
-                "--gates",
-                "GATES",
-                "--input",
-                "IN",
-                "--output",
-                "OUT",
-                "--max-new-tokens",
-                "1000000000",
-            ],
-            "512 positions",
-        ),
-        (["--gates", "GATES", "--input", "absent.jsonl", "--output", "OUT"], "absent.jsonl"),
+        ("--gates nowhere/gates.pt", "nowhere/gates.pt"),
+        ("", "--gates is missing"),
+        ("--gates GATES --prompt x --input y", "pass one or the other"),
+        ("--gates GATES --input y", "belong together"),
+        ("--gates GATES --compare-full", "--compare-full needs"),
+        ("--gates GATES --sparsity 2", "sparsity 2"),
+        ("--gates GATES --window 0", "window is 0"),
+        ("--gates GATES --eviction rkv --budget 64 --protect-prompt", "--protect-prompt"),
+        ("--gates GATES --prefill some", "unknown prefill 'some'"),
+        ("--gates GATES --template some", "unknown prompt template 'some'"),
+        ("--gates GATES --model ./absent", "absent"),
+        ("--gates GATES --device abacus", "unknown device 'abacus'"),
+        ("--gates GATES --dtype int1", "unknown dtype 'int1'"),
+        ("--gates GATES --prompt x --max-new-tokens 9999", "max_new_tokens"),
+        ("--gates GATES --prompt x --temperature -1", "temperature"),
+        ("--gates GATES --prompt x --window 1000000000", "the model has 512 positions"),
+        ("--gates GATES --prompt a\udcff", "--prompt holds bytes that are no UTF-8"),
+        ("--gates GATES --prompt x --device meta", "'meta'"),
+        ("--config DEEP", "not readable as YAML"),
+        ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
+        ("--gates GATES --input IN --output IN", "left as it is"),
+        ("--gates GATES --input IN --output IN/out.jsonl", "is no folder"),
+        ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
     gates_file: Path,
     tmp_path: Path,
-    arguments: list[str],
+    arguments: str,
     message: str,
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -385,22 +333,16 @@ def test_user_errors_are_one_line_and_exit_code_2(
     (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
     before = sorted(tmp_path.iterdir())
-    names = {
-        "OUT": "out.jsonl",
-        "IN": "in.jsonl",
-        "DEEP": "deep.yaml",
-        "IN/out.jsonl": "in.jsonl/out.jsonl",
-    }
-    names = {name: str(tmp_path / file) for name, file in names.items()} | {
-        "GATES": str(gates_file)
-    }
-    monkeypatch.setattr("sys.argv", ["rlkv-infer", *(names.get(a, a) for a in arguments)])
+    files = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml"}
+    paths = {name: str(tmp_path / file) for name, file in files.items()}
+    paths |= {"IN/out.jsonl": str(tmp_path / "in.jsonl/out.jsonl"), "GATES": str(gates_file)}
+    words = [paths.get(word, word) for word in arguments.split()]
+    monkeypatch.setattr("sys.argv", ["rlkv-infer", *words])
     with pytest.raises(SystemExit) as exit_info:
         main()
     err = capsys.readouterr().err
     assert exit_info.value.code == 2
     assert message in err
-    assert "Traceback" not in err
     assert sorted(tmp_path.iterdir()) == before, "nothing is written"
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
@@ -415,3 +357,199 @@ def test_gates_of_the_built_in_model_are_read_once(
     infer("--model", "tiny", "--prompt", "a=7 . find a ?", "--max-new-tokens", 5)
     assert asked == ["tiny"]
     assert "heads: 12 full, 12 compressible" in capsys.readouterr().err
+
+
+# --- eviction
+
+PROBLEM = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . f = e - c . g = f + a . find g ?"
+
+
+def run_tiny(*arguments: object) -> None:
+    infer(*arguments, "--model", "tiny", "--max-new-tokens", 80)
+
+
+def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
+    problems, answers = tmp_path / "problems.jsonl", tmp_path / "answers.jsonl"
+    problems.write_text(json.dumps({"problem": PROBLEM, "answer": "1"}) + "\n")
+    files = ("--input", str(problems), "--output", str(answers))
+    policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
+    run_tiny(*files, *policy, "--budget", "30")
+    before = answers.read_bytes()
+    with pytest.raises(ValueError, match=r"\(eviction\.budget\).* 30\b.* 31\b"):
+        run_tiny(*files, *policy, "--budget", "31")
+    assert answers.read_bytes() == before
+    run_tiny(*files, *policy, "--budget", "30")
+
+
+def test_a_chat_evicts_from_turn_to_turn() -> None:
+    model, tokenizer = tiny.load()
+    allocation = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
+    engine = InferenceEngine(model, tokenizer, allocation, eviction=TOVA(budget=20, buffer=4))
+    chat = Chat(engine, SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        reply = chat.say(PROBLEM)
+        assert 20 <= int(reply.cache.state.row_counts.held[0]) < 24
+        assert reply.usage.kv_bytes == reply.cache.used_nbytes() < reply.usage.kv_bytes_full
+    assert reply.cache.get_seq_length() > 150
+    assert chat.restarted == 0
+
+
+def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
+    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    gates.write_text(
+        "\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n"
+    )
+    options = (
+        "--eviction",
+        "rkv",
+        "--budget",
+        "24",
+        "--eviction-option",
+        "buffer=4",
+        "--sparsity",
+        "0.5",
+    )
+    run_tiny("--gates", str(gates), *options, "--prompt", PROBLEM)
+    assert "12 full, 12 compressible (rkv)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("rvk --budget 64", "'rvk'"),
+        ("rkv --budget 4", "budget is 4"),
+        ("rkv", "either a budget"),
+        ("rkv --ratio 1.5", "ratio is 1.5"),
+        ("rkv --budget 64 --ratio 0.5", "both are given"),
+        ("rkv --budget 64 --eviction-option variant", "name=value"),
+        ("rkv --budget 64 --eviction-option size=3", "no option size"),
+        ("rkv --budget 64 --sparsity 0.5", "--sparsity"),
+        ("rkv --budget 64 --sink 4", "--sink"),
+        ("rkv --budget 64 --eviction-option budget=5", "budget is given"),
+        ("rkv --budget 64 --eviction-option lam=0.2 lam=0.2", "option lam"),
+        ("rkv --budget 64 --eviction-option kernel=3.0", "kernel is 3.0"),
+        ("rkv --budget 64 --eviction-option protect_prompt=2", "protect_prompt is 2"),
+        ("sink_window --budget 20 --eviction-option window=30", "window"),
+        ("rpc --eviction-option c=NaN", "c is nan"),
+        ("rpc --eviction-option R=[1]", "R is [1]"),
+        ("rpc --budget 64 --eviction-option P=512", "rpc: P"),
+    ],
+)
+def test_bad_options_of_eviction_are_one_sentence(arguments: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_tiny("--prompt", PROBLEM, "--eviction", *arguments.split())
+
+
+# --- how far answers go, and how thinking is shown
+
+SHORT = "a=7 . b=2 . c = b + a . find c ?"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with an end token that it does not write: answers go on to a limit."""
+    folder = tmp_path_factory.mktemp("endless")
+    for file in TINY_FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if path.exists():
+            path.write_text(
+                json.dumps(
+                    json.loads(path.read_text())
+                    | {"eos_token_id": 0, "max_position_embeddings": 700}
+                )
+            )
+    return folder
+
+
+def tokens(err: str) -> list[int]:
+    return [int(line.split()[0]) for line in err.splitlines() if " tokens, " in line]
+
+
+def test_a_chat_goes_on_to_the_models_limit(
+    endless: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{SHORT}\n/reset\n{SHORT}\n{SHORT}\n"))
+    infer("--gates", "tiny", "--model", endless)
+    err = capsys.readouterr().err
+    first, again, second_turn = tokens(err)
+    assert first == again > 512 > second_turn > 0  # which has the room that the first turn leaves
+    assert f"cut at {first} tokens" in err
+
+
+def test_answers_in_a_file_have_the_papers_limit() -> None:
+    chat, file = (
+        InferConfig(gates="tiny"),
+        InferConfig(gates="tiny", input=Path("in"), output=Path("out")),
+    )
+    assert chat.longest_answer(131_072, 72) == 131_000
+    assert file.longest_answer(131_072, 72) == 8192
+    assert file.longest_answer(1024, 24) == 1000
+    assert InferConfig(gates="tiny", backend="vllm", prompt="x").longest_answer(131_072, 72) == 8192
+    assert InferConfig(gates="tiny", max_new_tokens=5).longest_answer(131_072, 72) == 5
+    session = InferSession.open(InferConfig(model="tiny", prompt=SHORT))
+    assert session.sampling.max_new_tokens == 1024 - len(
+        session.engine.encode(session.render(SHORT))
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces", "shown"),
+    [
+        (
+            "<user>x",
+            ["<think>\nhm ", "so</think>\n\n", "7"],
+            f"{DIM}<think>\nhm so</think>{NORMAL}\n\n7{NORMAL}",
+        ),
+        ("<user>x<think>\n", ["hm ", "so</think>7"], f"{DIM}hm so</think>{NORMAL}7{NORMAL}"),
+        ("<user>x", ["7 ", "8"], f"7 8{NORMAL}"),
+        ("x<think>", ["hm"], f"{DIM}hm{NORMAL}"),  # stopped while it thought
+    ],
+)
+def test_thinking_is_dim_on_a_terminal_only(
+    prompt: str, pieces: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for output, expected in ((Terminal(), shown), (io.StringIO(), "".join(pieces))):
+        monkeypatch.setattr("sys.stdout", output)
+        stream = ThinkingStream(prompt)
+        for number, piece in enumerate(pieces):
+            before = len(output.getvalue())
+            stream(piece)
+            assert piece[:2] in output.getvalue()[before:], number  # at once
+        stream.close()
+        assert output.getvalue() == expected
+
+
+# --- what vLLM does not serve is said before anything is loaded
+
+SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, "--prompt"),
+        ({"compare_full": True}, "--compare-full"),
+        ({"device": "cpu"}, "--device"),
+        ({"prefill": "published"}, "--prefill published"),
+        ({"gates": None, "eviction": "rkv", "budget": 64}, "--gates"),
+    ],
+)
+def test_what_does_not_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InferConfig(**{**SERVED, **change}).check()
+
+
+def test_the_built_in_model_has_gates_of_its_own() -> None:
+    assert InferConfig(model="tiny").gates_source == "tiny"
+    assert InferConfig(model="tiny", eviction="rkv", budget=64).gates_source is None
+    assert InferConfig(model="tiny", gates="own.pt").gates_source == "own.pt"
+    assert InferConfig(model="smol").gates_source == "smol"
+    assert InferConfig(model="other").gates_source is None
