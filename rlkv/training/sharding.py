@@ -113,8 +113,7 @@ def _shard_fsdp2(base: PreTrainedModel, accelerator: Accelerator) -> Callable[[]
     plugin = FullyShardedDataParallelPlugin()  # as the launcher's variables say
     if plugin.activation_checkpointing:
         raise ValueError(
-            "fsdp_activation_checkpointing is not supported: use --gradient-checkpointing "
-            "instead"
+            "fsdp_activation_checkpointing is not supported: use --gradient-checkpointing instead"
         )
     accelerator.state.fsdp_plugin = plugin
     fsdp2_prepare_model(accelerator, base)
