@@ -33,15 +33,15 @@ from tests.helpers import random_run
 from tests.helpers.paths import ROOT
 
 # 48 rows of up to 60 tokens, 4 at a time: a rollout takes long enough to be hit
-OPTIONS = ["--max_completion_length", "60", "--prompts_per_step", "6", "--num_generations", "8"]
+OPTIONS = ["--max-completion-length", "60", "--prompts-per-step", "6", "--num-generations", "8"]
 OPTIONS += [
-    "--per_device_train_batch_size",
+    "--per-device-train-batch-size",
     "48",
-    "--rollout_rows",
+    "--rollout-rows",
     "4",
-    "--learning_rate",
+    "--learning-rate",
     "0.3",
-    "--save_steps",
+    "--save-steps",
     "50",
 ]
 
@@ -131,7 +131,7 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     model, tokenizer = random_run.make_policy()
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    options = [*OPTIONS, "--model", str(root / "model"), "--max_steps", str(steps)]
+    options = [*OPTIONS, "--model", str(root / "model"), "--max-steps", str(steps)]
     undisturbed = random_run.run(root / "undisturbed", options)
     server = Server(root / "model", engine, root / "server.txt")
     hits: list[str] = []
@@ -142,7 +142,7 @@ def check_killed_server(root: Path, kills: int, steps: int, engine: str, seed: i
     ghost = threading.Thread(target=haunt, args=(server, kills, seed, latest, done, hits))
     try:
         ghost.start()
-        url = ["--rollout_servers", server.url, "--rollout_patience", "300"]
+        url = ["--rollout-servers", server.url, "--rollout-patience", "300"]
         found = random_run.run(root / "disturbed", [*options, "--rollout", "vllm-server", *url])
     finally:
         done.set()

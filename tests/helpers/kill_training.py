@@ -72,7 +72,7 @@ class Runs:
             with self.log.open("a") as out:
                 os.dup2(out.fileno(), 1)
                 os.dup2(out.fileno(), 2)
-            random_run.run(folder, ["--max_steps", str(self.steps), "--save_total_limit", "2"])
+            random_run.run(folder, ["--max-steps", str(self.steps), "--save-total-limit", "2"])
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -151,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="rlkv-kill-"))
     runs, steps = Runs(arguments.steps, arguments.processes, root / "output.txt"), arguments.steps
-    random_run.run(root / "warm", ["--max_steps", "1"])
+    random_run.run(root / "warm", ["--max-steps", "1"])
     began = time.monotonic()
     runs.check(wait(runs.start(root / "whole")))
     step_seconds = (time.monotonic() - began) / steps

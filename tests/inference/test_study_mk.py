@@ -98,7 +98,7 @@ def stages(goal: str, model: str, quick: str) -> list[Stage]:
 def grpo_settings(options: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """All settings of a GRPO run but those that every run has of its own."""
     monkeypatch.chdir(ROOT)
-    settings, training = parse_config([*options, "--use_cpu", "true"])
+    settings, training = parse_config([*options, "--use-cpu", "true"])
     found = {**vars(settings), **training.to_dict()}
     return {
         name: value
@@ -126,7 +126,7 @@ def test_every_program_knows_its_options(
             assert str(folder) in [str(parsed.get("output")), str(parsed.get("output_dir"))]
             continue
         if program == "train/grpo_gates.py":
-            seed = parse_config([*options, "--use_cpu", "true"])[1].seed
+            seed = parse_config([*options, "--use-cpu", "true"])[1].seed
         else:
             seed = parse_distill_config(options).seed
         assert goal == "demo" or folder.name.endswith(f"_{seed}")

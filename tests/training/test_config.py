@@ -46,7 +46,7 @@ def test_options_override_the_file(tmp_path: Path) -> None:
         "l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: 4\n"
         "per_device_train_batch_size: 8\nlr_scheduler_kwargs: {num_cycles: 2}\nbf16: false\n"
     )
-    settings, training = read("--config", str(file), "--tau", "0.6", "--warmup_steps", "3")
+    settings, training = read("--config", str(file), "--tau", "0.6", "--warmup-steps", "3")
     assert values(settings, "finder", "l1_beta", "tau", "resume") == ["rlkv", 2e-3, 0.6, True]
     assert values(training, "max_steps", "warmup_steps", "beta") == [9, 3, 0.0]
     assert training.gradient_accumulation_steps == 2
@@ -77,7 +77,7 @@ def test_packaged_files_hold_the_papers_numbers(name: str) -> None:
 
 
 def test_options_override_the_recipe() -> None:
-    training = read("--recipe", "published", "--epsilon", "0.3", "--importance_cap", "0")[1]
+    training = read("--recipe", "published", "--epsilon", "0.3", "--importance-cap", "0")[1]
     assert (training.epsilon, training.importance_cap) == (0.3, 0.0)
 
 
@@ -119,34 +119,34 @@ def test_what_options_are_is_in_their_metadata() -> None:
     ("options", "named"),
     [
         ("--bogus 3", "unknown option --bogus"),
-        ("--l1_beta x", "--l1_beta needs a number"),
+        ("--l1-beta x", "--l1-beta needs a number"),
         ("--l1-beta -1", "l1_beta must be at least 0"),
         ("--beta 0.1", "l1_beta"),
-        ("--loss_type dapo", "loss_type"),
-        ("--scale_rewards batch", "recipe"),
+        ("--loss-type dapo", "loss_type"),
+        ("--scale-rewards batch", "recipe"),
         ("--use-transformers-continuous-batching", "continuous_batching"),
-        ("--cache_implementation static", "static"),
+        ("--cache-implementation static", "static"),
         ("--delta 2.0", "delta"),
-        ("--use_vllm true", "use_vllm"),
-        ("--min_p 0.1", "min_p"),
-        ("--report_to wandb", "option wandb"),
+        ("--use-vllm true", "use_vllm"),
+        ("--min-p 0.1", "min_p"),
+        ("--report-to wandb", "option wandb"),
         ("--temperature 0", "greedy"),
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
         ("--finder luck", "--finder 'luck'"),
-        ("--finder elimination --init_gates g.pt", "init_gates.*--finder elimination"),
+        ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
-        ("--init_gates g.pt --init_value 0.5", "exclude each other"),
-        ("--plan_gpus h100", "--plan"),
-        ("--elimination_distillation 7", "must be 0 or at least 8, got 7"),
-        ("--elimination_traces 0", "elimination_traces"),
-        ("--target_sparsity 1.5", "target_sparsity needs"),
-        ("--target_sparsity 0.5 --stable_steps -1", "stable_steps must"),
-        ("--held_out 4", "at the sparsities of target_sparsity"),
-        ("--save_total_limit 0", "save_total_limit"),
+        ("--init-gates g.pt --init-value 0.5", "exclude each other"),
+        ("--plan-gpus h100", "--plan"),
+        ("--elimination-distillation 7", "must be 0 or at least 8, got 7"),
+        ("--elimination-traces 0", "elimination_traces"),
+        ("--target-sparsity 1.5", "target_sparsity needs"),
+        ("--target-sparsity 0.5 --stable-steps -1", "stable_steps must"),
+        ("--held-out 4", "at the sparsities of target_sparsity"),
+        ("--save-total-limit 0", "save_total_limit"),
         ("--rollout sglang", "--rollout 'sglang'"),
-        ("--importance_cap 0.5", "importance_cap"),
+        ("--importance-cap 0.5", "importance_cap"),
         (
-            "--prompts_per_step 3 --per_device_train_batch_size 8 --steps_per_generation 3",
+            "--prompts-per-step 3 --per-device-train-batch-size 8 --steps-per-generation 3",
             "steps_per_generation=3 splits prompts_per_step=3",
         ),
     ],

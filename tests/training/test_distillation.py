@@ -208,12 +208,12 @@ def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None
 
 # --- whole runs of the tiny model
 
-OPTIONS = """--sink 2 --window 6 --steps 4 --batch_size 3 --forward_rows 2 --device cpu
-    --dtype float32 --save_steps 2 --learning_rate 0.1 --passkeys 6 --l1_weight 0.5"""
+OPTIONS = """--sink 2 --window 6 --steps 4 --batch-size 3 --forward-rows 2 --device cpu
+    --dtype float32 --save-steps 2 --learning-rate 0.1 --passkeys 6 --l1-weight 0.5"""
 
 
 def run(folder: Path, *options: str) -> HeadGates:
-    words = [*OPTIONS.split(), "--output_dir", str(folder), *options]
+    words = [*OPTIONS.split(), "--output-dir", str(folder), *options]
     return distill_gates(parse_distill_config(words))
 
 
@@ -278,7 +278,7 @@ def test_seed_and_loss_change_the_gates_and_gradient_checkpointing_does_not(
     assert kl.training["method"] == "duo_attention_kl"
     assert not torch.equal(usual.alpha, kl.alpha)
     assert not torch.equal(usual.alpha, run(tmp_path / "seed", "--seed", "1").alpha)
-    again = run(tmp_path / "checkpointing", "--gradient_checkpointing", "true")
+    again = run(tmp_path / "checkpointing", "--gradient-checkpointing", "true")
     assert torch.allclose(again.alpha, usual.alpha, atol=1e-6)
 
 
@@ -305,7 +305,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
         assert run(folder, *traces) == traces_run[1]
         assert [record["step"] for record in read_log(folder / "log.jsonl")] == [1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
-        run(folder, *traces, "--l1_weight", "0.1")
+        run(folder, *traces, "--l1-weight", "0.1")
     with pytest.raises(ValueError, match="--resume"):
         run(folder, *traces, "--resume", "false")
 
@@ -322,7 +322,7 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("Call me anything you like. " * 20)
     short = {"passkeys": 1, "passkey_words": 2, "min_length": 300, "max_length": 400, "steps": 2}
-    options = [*OPTIONS.split(), "--output_dir", str(tmp_path / "run"), "--haystack", str(book)]
+    options = [*OPTIONS.split(), "--output-dir", str(tmp_path / "run"), "--haystack", str(book)]
     for name, value in short.items():
         options += [f"--{name}", str(value)]
     settings = parse_distill_config(options)
@@ -350,7 +350,7 @@ def test_the_program_ends_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["distill_gates.py", "--output_dir", str(tmp_path / "run"), *options.split()]
+    words = ["distill_gates.py", "--output-dir", str(tmp_path / "run"), *options.split()]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "train" / "distill_gates.py"), run_name="__main__")
@@ -389,7 +389,7 @@ def test_traces_without_outputs_are_named(traces: list[str], tmp_path: Path) -> 
         with pytest.raises(ValueError, match=named):
             run(tmp_path / "run", "--data", "traces", "--curriculum", str(file))
     with pytest.raises(ValueError, match="within max_length=5"):
-        run(tmp_path / "run", *traces, "--max_length", "5")
+        run(tmp_path / "run", *traces, "--max-length", "5")
 
 
 @pytest.mark.parametrize("name", ["distill_tiny", "distill_tiny_traces", "distill_llama8b"])

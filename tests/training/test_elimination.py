@@ -602,6 +602,6 @@ def test_models_and_gates_that_do_not_fit_are_refused(
     assert not (tmp_path / "run" / "distilled").exists()
     with pytest.raises(ValueError, match="4 layers x 6"):
         rerank_on_traces(make_tiny_model("llama"), [], HeadGates(torch.rand(4, 6)), 0.0, 0.5)
-    arguments = ["--config", "tiny", "--finder", "elimination", "--use_cpu", "true"]
+    arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu", "true"]
     with pytest.raises(ValueError, match="--curriculum"):
         eliminate_heads(*parse_config(arguments))

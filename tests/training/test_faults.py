@@ -25,7 +25,7 @@ def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
 
     def launch(fault: str) -> tuple[int, str]:
         began = time.monotonic()
-        command = ["-m", "tests.helpers.torchrun", fault, folder, "--save_steps", 4]
+        command = ["-m", "tests.helpers.torchrun", fault, folder, "--save-steps", 4]
         done = warm.run(command, ROOT, timeout=840, TOKENIZERS_PARALLELISM="false")
         print(f"{fault}: {time.monotonic() - began:.0f} s")
         left = [
@@ -50,5 +50,5 @@ def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
     assert (code, saved()) == (1, "checkpoint-4"), text
     code, text = launch("none")
     assert code == 0, text
-    alone = random_run.run(tmp_path / "alone", ["--per_device_train_batch_size", "16"])
+    alone = random_run.run(tmp_path / "alone", ["--per-device-train-batch-size", "16"])
     assert torch.allclose(HeadGates.load(folder / "gates.pt").alpha, alone.alpha, rtol=0, atol=1e-5)

@@ -28,8 +28,8 @@ from tests.helpers.paths import ROOT
 has_deepspeed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed, reason="deepspeed is not installed")
 # a large rate: gates leave [0, 1] and are clamped, which DeepSpeed's master copy must follow
-COMMON = ["--learning_rate", "0.2"]
-UNEVEN = ["--prompts_per_step", "5", "--num_generations", "3"]  # 15 rows: 7 and 8
+COMMON = ["--learning-rate", "0.2"]
+UNEVEN = ["--prompts-per-step", "5", "--num-generations", "3"]  # 15 rows: 7 and 8
 
 
 def test_fsdp_of_the_first_version_is_refused(
@@ -52,7 +52,7 @@ def test_zero3_is_told_the_dtype_and_does_not_see_models_that_are_looked_at() ->
 
 
 def run_alone(folder: Path, *options: str) -> HeadGates:
-    return random_run.run(folder, [*COMMON, "--per_device_train_batch_size", "16", *options])
+    return random_run.run(folder, [*COMMON, "--per-device-train-batch-size", "16", *options])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def alone_hard(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
 
 @pytest.fixture(scope="module")
 def alone_uneven(tmp_path_factory: pytest.TempPathFactory) -> HeadGates:
-    batch = ["--per_device_train_batch_size", "15"]
+    batch = ["--per-device-train-batch-size", "15"]
     return run_alone(tmp_path_factory.mktemp("uneven") / "run", *UNEVEN, *batch)
 
 
@@ -87,7 +87,7 @@ def run_two(
     folder: Path, options: Sequence[str], module: str = "random_run", **variables: str
 ) -> HeadGates:
     command = ["-m", f"tests.helpers.{module}", folder, *COMMON]
-    command += ["--per_device_train_batch_size", "8", *options]
+    command += ["--per-device-train-batch-size", "8", *options]
     variables["TOKENIZERS_PARALLELISM"] = "false"
     ranks = warm.run_ranks(command, folder.parent / "streams", timeout=840, **variables)
     assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
@@ -121,10 +121,10 @@ def test_every_launcher_trains_the_same_gates(
     variables = launched(CONFIGS / "accelerate" / f"{launcher}.yaml")
     variables["HARD_CASE"] = "1"
     sharded = launcher in ("zero3", "fsdp2")
-    options = ["--per_device_train_batch_size", "4", "--gradient_checkpointing", str(sharded)]
+    options = ["--per-device-train-batch-size", "4", "--gradient-checkpointing", str(sharded)]
     folder = tmp_path / "run"
     if sharded:  # in two parts, the second from a checkpoint
-        run_two(folder, [*options, "--max_steps", "3"], **variables)
+        run_two(folder, [*options, "--max-steps", "3"], **variables)
         (folder / "gates.pt").unlink()
     check_equal(run_two(folder, options, **variables), alone_hard)
     skipped = [record["train/skipped_steps"] for record in read_log(folder / "log.jsonl")]
@@ -139,7 +139,7 @@ def test_every_launcher_trains_the_same_gates(
 def test_two_ddp_processes_share_the_tokens_of_the_published_recipe(tmp_path: Path) -> None:
     recipe = ["--recipe", "published"]
     # two micro-batches on each of two processes
-    parts = [*recipe, "--per_device_train_batch_size", "4"]
+    parts = [*recipe, "--per-device-train-batch-size", "4"]
     check_equal(run_two(tmp_path / "ddp", parts), run_alone(tmp_path / "alone", *recipe))
 
 
@@ -162,7 +162,7 @@ def test_two_ddp_processes_share_two_rollout_servers_unevenly(
     alone_uneven: HeadGates, tmp_path: Path
 ) -> None:
     with serving() as first, serving() as second:
-        servers = ["--rollout", "vllm-server", "--rollout_servers", f"{first}, {second}"]
+        servers = ["--rollout", "vllm-server", "--rollout-servers", f"{first}, {second}"]
         check_equal(run_two(tmp_path / "ddp", [*UNEVEN, *servers]), alone_uneven)
 
 

@@ -32,7 +32,7 @@ KEYS = """
     train/learning_rate train/skipped_steps time/rollout_s time/reward_s time/update_s time/step_s
     time/step_cpu_s
 """
-FAST = ["--learning_rate", "0.3", "--image_steps", "5"]
+FAST = ["--learning-rate", "0.3", "--image-steps", "5"]
 START = torch.tensor([[0.0, 0.3, 0.6, 1.0], [0.2, 0.4, 0.8, 0.5]])
 
 
@@ -120,7 +120,7 @@ def test_the_export_is_whole(whole_run: tuple[Path, Watch, HeadGates]) -> None:
 def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
     whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
 ) -> None:
-    options = ["--adaptive", "false", "--learning_rate", "0.001", "--max_steps", "1"]
+    options = ["--adaptive", "false", "--learning-rate", "0.001", "--max-steps", "1"]
     gates = random_run.run(tmp_path / "run", options)
     constant, adaptive = log_of(tmp_path / "run")[0], log_of(whole_run[0])[0]
     assert constant["penalty/beta_prime"] == pytest.approx(0.05 * (math.e - 1), rel=1e-6)
@@ -145,7 +145,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_run_resumed_within_a_rollout_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    options = ["--prompts_per_step", "2", "--steps_per_generation", "2", "--max_steps", "4"]
+    options = ["--prompts-per-step", "2", "--steps-per-generation", "2", "--max-steps", "4"]
     whole = random_run.run(tmp_path / "whole", options)
     with pytest.raises(KeyboardInterrupt):
         random_run.run(tmp_path / "run", options, [Watch(crash_at=3)])
@@ -157,18 +157,18 @@ def test_a_finished_run_is_exported_again_and_no_other_takes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    expected = random_run.run(run, ["--max_steps", "1"])
+    expected = random_run.run(run, ["--max-steps", "1"])
     (run / "gates.pt").unlink()  # killed during the export
     monkeypatch.setattr(RLKVTrainer, "training_step", lambda *_, **__: pytest.fail("trained again"))
-    assert random_run.run(run, ["--max_steps", "1"]) == expected
+    assert random_run.run(run, ["--max-steps", "1"]) == expected
     assert HeadGates.load(run / "gates.pt") == expected
     with pytest.raises(ValueError, match=r"l1_beta 0\.05 -> 0\.1"):
-        random_run.run(run, ["--max_steps", "1", "--l1_beta", "0.1"])
+        random_run.run(run, ["--max-steps", "1", "--l1-beta", "0.1"])
     with pytest.raises(ValueError, match="--resume"):
-        random_run.run(run, ["--max_steps", "1", "--resume", "false"])
+        random_run.run(run, ["--max-steps", "1", "--resume", "false"])
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=11)
     with pytest.raises(ValueError, match="problems '"):
-        random_run.run(run, ["--max_steps", "1"])
+        random_run.run(run, ["--max-steps", "1"])
 
 
 def test_epochs_of_several_updates_per_rollout_end_when_they_should(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_epochs_of_several_updates_per_rollout_end_when_they_should(tmp_path: Pa
             if state.global_step == 3:
                 raise KeyboardInterrupt
 
-    options = ["--max_steps", "-1", "--num_iterations", "2", "--num_train_epochs"]
+    options = ["--max-steps", "-1", "--num-iterations", "2", "--num-train-epochs"]
     with pytest.raises(KeyboardInterrupt):
         random_run.run(tmp_path / "run", [*options, "1"], [Interrupt()])
     for epochs in (1, 2):  # of 10 problems, 4 a rollout, 2 steps each; more epochs go on
@@ -192,9 +192,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     HeadGates(alpha=torch.ones(3, 4)).save(tmp_path / "others.pt")
     with pytest.raises(ValueError, match=r"others\.pt.*3 layers"):
-        random_run.run(tmp_path / "run", ["--init_gates", str(tmp_path / "others.pt")])
+        random_run.run(tmp_path / "run", ["--init-gates", str(tmp_path / "others.pt")])
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
-        random_run.run(tmp_path / "run", ["--liger_kernels", "true"])
+        random_run.run(tmp_path / "run", ["--liger-kernels", "true"])
     model, tokenizer = random_run.make_policy()
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
@@ -218,7 +218,7 @@ def test_a_run_is_tied_to_the_gates_that_it_starts_from(tmp_path: Path) -> None:
     replace(start, alpha=START.flip(0), mean_alpha=START.flip(0)).save(paths[2])
 
     def run(steps: int, path: Path) -> HeadGates:
-        options = ["--max_steps", str(steps), "--learning_rate", "0.001", "--init_gates", str(path)]
+        options = ["--max-steps", str(steps), "--learning-rate", "0.001", "--init-gates", str(path)]
         return random_run.run(tmp_path / "run", options)
 
     first = run(1, paths[0])
@@ -237,8 +237,8 @@ def test_a_run_is_tied_to_the_gates_that_it_starts_from(tmp_path: Path) -> None:
 
 
 def test_a_published_run_does_not_depend_on_its_micro_batches(tmp_path: Path) -> None:
-    options = ["--recipe", "published", "--learning_rate", "0.2", "--max_steps", "3"]
-    options.append("--per_device_train_batch_size")
+    options = ["--recipe", "published", "--learning-rate", "0.2", "--max-steps", "3"]
+    options.append("--per-device-train-batch-size")
     whole = random_run.run(tmp_path / "whole", [*options, "16"])
     # 16 rows in 18 slots
     parts = random_run.run(tmp_path / "parts", [*options, "3"])
@@ -273,7 +273,7 @@ def test_tokens_above_the_cap_are_left_out_of_a_run(
         engine = engine_run.make_engine(OffEngine)
         engine.shift = shift
         monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *_: nullcontext(engine))
-        options = ["--rollout", "vllm-server", "--max_steps", "1", "--learning_rate", "0.2"]
+        options = ["--rollout", "vllm-server", "--max-steps", "1", "--learning-rate", "0.2"]
         folder = tmp_path / f"{shift}-{recipe}"
         gates = random_run.run(folder, [*options, "--recipe", recipe])
         return log_of(folder)[0]["rollout/truncated_share"], gates.alpha
@@ -302,7 +302,7 @@ def test_a_server_with_other_weights_is_named(
 ) -> None:
     engine = engine_run.make_engine(OneServerOff)  # the mean over all rows is far from the limit
     monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *_: nullcontext(engine))
-    servers = ["--rollout", "vllm-server", "--rollout_servers", "http://good:1, http://bad:2"]
+    servers = ["--rollout", "vllm-server", "--rollout-servers", "http://good:1, http://bad:2"]
     named = r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"
     with pytest.raises(ValueError, match=named):
         random_run.run(tmp_path / "run", servers)

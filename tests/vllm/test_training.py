@@ -30,8 +30,8 @@ def options(tmp_path: Path) -> list[str]:
     model, tokenizer = random_run.make_policy()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    found = ["--model", str(tmp_path / "model"), "--learning_rate", "0.3", "--rollout", "vllm"]
-    return [*found, "--rollout_eager", "true", "--rollout_kv_gib", "0.02"]
+    found = ["--model", str(tmp_path / "model"), "--learning-rate", "0.3", "--rollout", "vllm"]
+    return [*found, "--rollout-eager", "true", "--rollout-kv-gib", "0.02"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -47,7 +47,7 @@ def test_a_run_repeats_itself_and_its_engine_has_its_gates(
             gates.append(engine.gates())
 
     monkeypatch.setattr(run, "open_engine", noting_its_gates)
-    options += ["--temperature", "0.8", "--top_p", "0.9"]
+    options += ["--temperature", "0.8", "--top-p", "0.9"]
     found = random_run.run(tmp_path / "first", options)
     # after the last of five steps the engine has the gates of the fourth
     history = [record["alpha"] for record in read_log(tmp_path / "first" / "gates.jsonl")]
@@ -69,8 +69,8 @@ def test_a_run_repeats_itself_and_its_engine_has_its_gates(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_have_an_engine_each(options: list[str], tmp_path: Path) -> None:
-    options += ["--prompts_per_step", "5", "--max_steps", "3"]
-    options += ["--num_generations", "3", "--per_device_train_batch_size", "8"]  # 7 and 8 rows
+    options += ["--prompts-per-step", "5", "--max-steps", "3"]
+    options += ["--num-generations", "3", "--per-device-train-batch-size", "8"]  # 7 and 8 rows
     expected = random_run.run(tmp_path / "one", options)
     command = ["-m", "tests.helpers.random_run", tmp_path / "two", *options]
     ranks = warm.run_ranks(
