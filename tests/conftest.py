@@ -31,7 +31,7 @@ def _packages() -> set[str]:
 
 
 def missing_package(error: BaseException | None) -> str | None:
-    """The package of ours for lack of which an import failed; None: it failed for another reason."""
+    """Return the optional package for lack of which an import failed, else None."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             package = error.name.partition(".")[0]

@@ -35,7 +35,7 @@ again.  Writes curriculum.parquet, curriculum.jsonl, report.json and report.md i
 default results/curriculum_MODEL: where the configs of rlkv-train look.
 """
 
-EVAL = """Evaluate methods on benchmarks: every text in a file, tables with intervals and paired tests.
+EVAL = """Evaluate methods on benchmarks: every text in a file, tables with intervals and tests.
 
     rlkv-eval --model tiny --tasks tiny --limit 50 --methods full rlkv@0.5 rkv@ratio=0.5 \\
         --gates rlkv=results/demo/gates.pt --output-dir results/eval

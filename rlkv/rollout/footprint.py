@@ -139,7 +139,7 @@ class Footprint:
         return int(USABLE * free - self.weights - ENGINE_GIB * GIB)
 
     def lacking(self, room: int, positions: int) -> float:
-        """Return the GiB by which ``room`` bytes are too small for a row of ``positions`` tokens."""
+        """Return the GiB that ``room`` bytes lack for a row of ``positions`` tokens."""
         return max(0, positions * self.kv_per_token - room) / GIB
 
     def vllm_kv_gib(self, free: int, positions: int) -> float:

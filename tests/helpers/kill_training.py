@@ -2,7 +2,7 @@
 nobody killed.
 
     python -m tests.helpers.kill_training --kills 20
-    python -m tests.helpers.kill_training --kills 50 --steps 20 --processes 2          # DDP, killed all at once
+    python -m tests.helpers.kill_training --kills 50 --steps 20 --processes 2    # DDP, all at once
 
 Children are forked from one process that has trained a step, so that a kill costs no imports.  They
 are killed up to three steps after their start and a random part of a step later.  A run that ends

@@ -61,7 +61,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random decoder in eval mode: 3 layers, 8 query heads over 4 KV heads of 16, vocabulary 128."""
+    """Make a random decoder in eval mode: 3 layers, 8 query heads, 4 KV heads of 16, 128 tokens."""
     config_class, model_class = _CLASSES[family]
     settings: dict[str, Any] = {
         "vocab_size": 128,

@@ -56,7 +56,8 @@ out=$(echo "$*" | sed -E 's/.*--output([-_]dir)? ([^ ]+).*/\\2/')
 case "$1" in
 data_prep/filter*) files=/report.md ;;
 train/*) files="/gates.pt /gates.safetensors /heat_map.png /training_curves.png" ;;
-inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png /measured.json" ;;
+inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png"
+    files="$files /measured.json" ;;
 *) echo x > $out; exit ;;
 esac
 mkdir -p $out
