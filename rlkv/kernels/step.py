@@ -92,7 +92,7 @@ def _runs_triton(device: torch.device) -> bool:
         lacking = "triton is not installed"
     elif torch.cuda.get_device_capability(device) < CAPABILITY:
         lacking = f"triton needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
-    elif reason := _cannot_launch_smallest(device):
+    elif reason := _cannot_launch(device):
         lacking = f"triton cannot launch a kernel ({reason})"
     else:
         return True
@@ -100,7 +100,7 @@ def _runs_triton(device: torch.device) -> bool:
     return False
 
 
-def _cannot_launch_smallest(device: torch.device) -> str:
+def _cannot_launch(device: torch.device) -> str:
     """Return why in a line, or nothing if it can: Triton's errors have no class in common."""
     from rlkv.kernels.decode import launch_smallest
 
