@@ -18,7 +18,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.smol import HELD_OUT_NAMES, MAX_STEPS, MAX_VALUE, NAMES, draw_problem, problems
 from rlkv.verifier import is_correct
 from tests.helpers.cached_logits import cached_logits
-from tests.helpers.reference_model import reference_logits
+from tests.helpers.mixed_reference import reference_logits
 from tests.helpers.smol import needs_smol
 
 
