@@ -382,20 +382,17 @@ class BatchReport:
     Attributes:
         rows: all lines of the output.
         resumed: how many of them were there before.
-        usage, usage_full: of the new ones.
+        usages: of the new ones, with the small cache ("") and, if asked for, the full one
+            ("_full"); what it gave has fields of the rows with this suffix.
     """
 
     rows: list[dict[str, Any]]
     resumed: int
-    usage: Usage
-    usage_full: Usage
+    usages: dict[str, Usage]
 
-    def accuracy(self, field: str = "correct") -> tuple[float, int] | None:
-        """Return the share of right answers, and of how many; None if the input has none.
-
-        ``field``: ``correct`` or ``correct_full``.
-        """
-        judged = [row[field] for row in self.rows if field in row]
+    def accuracy(self, suffix: str) -> tuple[float, int] | None:
+        """Return the share of right answers, and of how many; None if the input has none."""
+        judged = [row["correct" + suffix] for row in self.rows if "correct" + suffix in row]
         return (sum(judged) / len(judged), len(judged)) if judged else None
 
 
@@ -407,9 +404,8 @@ def run_batches(session: InferSession) -> BatchReport:
             writing.
     """
     config = session.config
-    engine = session.engine
     problems = session.problems
-    size = engine.batch_size
+    size = session.engine.batch_size
     assert config.input is not None
     assert config.output is not None
     settings = {
@@ -421,11 +417,10 @@ def run_batches(session: InferSession) -> BatchReport:
         "input": digest(config.input.read_bytes()),
     }
     options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    usage = usage_full = NO_USAGE
+    recorded = {"options": options, **provenance()}
+    usages = dict.fromkeys(["", "_full"] if config.compare_full else [""], NO_USAGE)
     with (
-        open_store(
-            config.output, settings, ["index"], {"options": options, **provenance()}
-        ) as store,
+        open_store(config.output, settings, ["index"], recorded) as store,
         progress_bar("decode", "problems", len(problems)) as bar,
     ):
         resumed = len(store.rows)
@@ -440,29 +435,21 @@ def run_batches(session: InferSession) -> BatchReport:
             batch = problems[begin : begin + size]
             prompts = [session.render(problem["problem"]) for problem in batch]
             numbers = range(begin, begin + len(batch))
-            completions, spent = engine.batch(prompts, session.sampling, numbers=numbers)
-            usage += spent
             rows = []
-            for index, problem, completion in zip(numbers, batch, completions, strict=True):
-                rows.append(_row(index, problem, completion))
-            if config.compare_full:
-                completions, spent = engine.batch(
-                    prompts, session.sampling, full=True, numbers=numbers
+            for index, problem in zip(numbers, batch, strict=True):
+                given = {name: problem[name] for name in ("problem", "answer") if name in problem}
+                rows.append({"index": index, **given})
+            for suffix in usages:
+                completions, usage = session.engine.batch(
+                    prompts, session.sampling, full=suffix == "_full", numbers=numbers
                 )
-                usage_full += spent
+                usages[suffix] += usage
                 for row, problem, completion in zip(rows, batch, completions, strict=True):
-                    row |= _outcome(problem, completion, "_full")
+                    row |= _outcome(problem, completion, suffix)
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
-        return BatchReport(store.rows, resumed, usage, usage_full)
-
-
-def _row(index: int, problem: dict[str, Any], completion: Completion) -> dict[str, Any]:
-    row = {"index": index, "problem": problem["problem"]}
-    if "answer" in problem:
-        row["answer"] = problem["answer"]
-    return row | _outcome(problem, completion, "")
+        return BatchReport(store.rows, resumed, usages)
 
 
 def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:

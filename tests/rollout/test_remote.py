@@ -18,6 +18,7 @@ from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse
 from rlkv.rollout import remote
 from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
+from rlkv.rollout.hf import GatedHFEngine
 from rlkv.rollout.remote import RolloutClient, RolloutServer
 from tests.helpers.models import make_tiny_model
 from tests.helpers.programs import load_program
@@ -95,10 +96,12 @@ ALL = {row: [row] for row in range(5)}
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_samples_over_http_are_the_engines(count: int) -> None:
-    engine = pytest.importorskip("rlkv.training.trainer").GatedHFEngine
+    pytest.importorskip("peft")
     sizes = LocalSizes(2, 6)
     alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    engines = [engine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=2) for _ in range(count)]
+    engines = []
+    for _ in range(count):
+        engines.append(GatedHFEngine(make_tiny_model("llama"), sizes, pad_id=0, max_rows=2))
     with serving(*engines) as servers:
         client = client_of(*servers, gates=alpha)
         client.check(sizes, positions=64)
