@@ -293,9 +293,7 @@ class RolloutClient:
         except Exception as error:
             job.arrived.put(error)
 
-    def _note_failure(
-        self, server: Connection, failure: Failure, ended: threading.Event
-    ) -> None:
+    def _note_failure(self, server: Connection, failure: Failure, ended: threading.Event) -> None:
         """Pause before the next try; ValueError if all servers have failed for too long."""
         if ended.is_set():
             return

@@ -5,6 +5,5 @@ machines have.
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ROOT / "tests" / "helpers"
 PUBLISHED_GATES = ROOT / "tests" / "data" / "gates"
 SHARED = ROOT.parent / "shared"

