@@ -180,10 +180,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
                 "GPUs",
             ),
-            (
-                self.is_chat,
-                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`",
-            ),
+            (self.is_chat, "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"),
         ]
 
     def policy(self) -> EvictionPolicy | None:

@@ -195,10 +195,7 @@ def shard_file(folder: Path, name: str, shard: int, count: int) -> Path:
 
 
 def iter_shards(
-    folder: Path,
-    name: str,
-    key: Sequence[str],
-    settings: dict[str, Any] | None = None,
+    folder: Path, name: str, key: Sequence[str], settings: dict[str, Any] | None = None
 ) -> Iterator[Row]:
     """Yield the rows of all shards once each, one in memory at a time.
 
