@@ -329,17 +329,8 @@ def _open_hf(
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
     if gates is not None:
         gates.check_model(model.config)
-    return InferenceEngine(
-        model,
-        tokenizer,
-        resolve_allocation(model, allocation),
-        sink=cache.sink,
-        window=cache.window,
-        prefill=cache.prefill,
-        batch_size=config.batch_size,
-        eviction=cache.eviction,
-        protect_prompt=cache.protect_prompt,
-    )
+    heads = resolve_allocation(model, allocation)
+    return InferenceEngine(model, tokenizer, heads, cache, config.batch_size)
 
 
 def _open_vllm(

@@ -1,6 +1,6 @@
 """A rollout engine behind HTTP: one GPU trains, others sample, and may be killed and restarted.
 
-``POST /gates`` sets the gates, ``POST /sample`` answers a chunk of rows at once, ``GET /health``
+``POST /sample`` takes gates and a chunk of rows and answers all of them at once, ``GET /health``
 says what the server has and whether it is busy.  Requests and answers are JSON.  The client keeps
 the chunks in a queue: one that a server owes goes back there when the server fails.
 """
@@ -47,41 +47,20 @@ MOST_BYTES = 128 << 20  # of a request: some 18 million token ids
 # --- requests
 
 
-def read_gates(body: Any, facts: EngineFacts) -> Tensor:
-    """Return the gates in ``body``, which is any JSON, as float32 ``[layers, KV heads]``.
-
-    Raises:
-        ValueError: unless they are numbers in [0, 1], one for each head of the engine.
-    """
-    (alpha,) = _values(body, "the request", ["alpha"])
-    is_matrix = isinstance(alpha, list) and all(isinstance(layer, list) for layer in alpha)
-    heads_of_layers = [facts.num_kv_heads] * facts.num_layers
-    if not is_matrix or [len(layer) for layer in alpha] != heads_of_layers:
-        raise ValueError(
-            f"the model has gates [{facts.num_layers}, {facts.num_kv_heads}]: send a list of "
-            f"{facts.num_kv_heads} numbers for each of {facts.num_layers} layers"
-        )
-    for number, layer in enumerate(alpha):
-        for head, gate in enumerate(layer):
-            check_number(f"the gate of layer {number}, head {head}", gate, 0, 1)
-    return torch.tensor(alpha, dtype=torch.float32)
-
-
 def read_request(
     body: Any, facts: EngineFacts
-) -> tuple[str, tuple[Rows, SamplingParams, list[int]]]:
-    """Return the version of the gates that ``body`` asks for, and what to sample.
+) -> tuple[Tensor, tuple[Rows, SamplingParams, list[int]]]:
+    """Return the gates, float32 ``[layers, KV heads]``, and what to sample under them.
 
     Raises:
         ValueError: unless ``body``, which is any JSON, is a request that the engine can serve.
     """
-    names = ["version", "rows", "sampling", "eos_ids"]
-    version, rows, sampling, eos_ids = _values(body, "the request", names)
+    names = ["alpha", "rows", "sampling", "eos_ids"]
+    alpha, rows, sampling, eos_ids = _values(body, "the request", names)
     prompts, numbers, rollout = _values(rows, "rows", ["prompts", "numbers", "rollout"])
     options = [option.name for option in fields(SamplingParams)]
     params = SamplingParams(*_values(sampling, "sampling", options))
-    if not isinstance(version, str):
-        raise ValueError("version must be a text")
+    _check_gates(alpha, facts)
     _check_list("prompts", prompts)
     _check_ids("eos_ids", eos_ids, facts.vocab_size)
     _check_ids("numbers", numbers, 2**31)
@@ -92,7 +71,20 @@ def read_request(
         if not prompt:
             raise ValueError(f"{name} is empty: there is nothing to complete")
         check_length(name, len(prompt), params.max_new_tokens, facts.max_positions)
-    return version, (Rows(prompts, numbers, rollout), params, eos_ids)
+    return torch.tensor(alpha), (Rows(prompts, numbers, rollout), params, eos_ids)
+
+
+def _check_gates(alpha: Any, facts: EngineFacts) -> None:
+    is_matrix = isinstance(alpha, list) and all(isinstance(layer, list) for layer in alpha)
+    heads_of_layers = [facts.num_kv_heads] * facts.num_layers
+    if not is_matrix or [len(layer) for layer in alpha] != heads_of_layers:
+        raise ValueError(
+            f"the model has gates [{facts.num_layers}, {facts.num_kv_heads}]: send a list of "
+            f"{facts.num_kv_heads} numbers for each of {facts.num_layers} layers"
+        )
+    for number, layer in enumerate(alpha):
+        for head, gate in enumerate(layer):
+            check_number(f"the gate of layer {number}, head {head}", gate, 0, 1)
 
 
 def _values(body: Any, what: str, names: list[str]) -> list[Any]:
@@ -121,12 +113,7 @@ class Failure(Exception):
 
 
 class Connection:
-    """The server at ``url``, the ``number``-th of a run.
-
-    Attributes:
-        version: of the gates that it has, as far as is known.
-        failing: whether the last request failed.
-    """
+    """The server at ``url``, the ``number``-th of a run; ``failing``: at the last request."""
 
     def __init__(self, url: str, number: int) -> None:
         """ValueError unless ``url`` is ``http://host[:port]``."""
@@ -139,23 +126,15 @@ class Connection:
         self.number = number
         self.host = parts.hostname
         self.port = parts.port or 80
-        self.version = "none"
         self.failing = False
 
     def sample(self, job: _Job, chunk: list[int]) -> list[Sample]:
-        """Return a sample for each row of the chunk, all of the job's gates.
-
-        For no rows the gates are sent, which shows whether the server works again.
-        """
-        if self.version != job.version:
-            found = self.exchange("POST", "/gates", {"alpha": job.alpha_LH.tolist()})["version"]
-            if found != job.version:
-                raise Failure(f"the server took gates {found} for {job.version}")
-            self.version = job.version
-        if not chunk:
+        """Return a sample for each row of the chunk, all of the job's gates."""
+        if not chunk:  # only shows whether the server works again
+            self.exchange("GET", "/health")
             return []
         request = {
-            "version": job.version,
+            "alpha": job.alpha_LH.tolist(),
             "rows": asdict(job.rows.only(chunk)),
             "sampling": asdict(job.sampling),
             "eos_ids": job.eos_ids,
@@ -182,9 +161,10 @@ class Connection:
             connection.request(method, path, content, {"Content-Type": "application/json"})
             # sampling takes minutes without a byte; a machine that is gone sends none either
             while path == "/sample" and not wait([connection.sock], HEALTH_SECONDS):
-                found = self.exchange("GET", "/health").get("version")
-                if found != body["version"]:
-                    raise Failure(f"its gates are {found}: it was started again")
+                busy = self.exchange("GET", "/health").get("busy")
+                # an answer may just have been on its way
+                if not busy and not wait([connection.sock], HEALTH_SECONDS):
+                    raise Failure("it has forgotten the request")
             response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -194,7 +174,7 @@ class Connection:
         if response.status == 200:
             return answer
         reason = answer.get("error", "no reason given")
-        if response.status >= 500 or response.status == http.HTTPStatus.CONFLICT:
+        if response.status >= 500:
             raise Failure(reason)
         raise ValueError(f"the rollout server at {self.url} refused the request: {reason}")
 
@@ -232,7 +212,7 @@ class RolloutClient:
         self._lock = threading.Lock()
 
     def set_gates(self, alpha_LH: Tensor) -> str:
-        """Sample under these gates from now on; every server is sent them before its next rows."""
+        """Sample under these gates from now on; the servers get them with the rows."""
         self._alpha_LH = alpha_LH.detach().float().cpu().clone()
         self.version = gate_version(self._alpha_LH)
         return self.version
@@ -302,7 +282,6 @@ class RolloutClient:
             if not server.failing:
                 print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
             server.failing = True
-            server.version = "none"  # it may have been started again
             now = time.monotonic()
             if self._deadline is None and all(other.failing for other in self.servers):
                 self._deadline = now + self.patience
@@ -410,18 +389,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(code, message or self.responses[code][0])
 
     def do_GET(self) -> None:
-        self._serve({"/health": self._health})
+        self._serve("/health", self._health)
 
     def do_POST(self) -> None:
-        self._serve({"/gates": self._set_gates, "/sample": self._sample})
+        self._serve("/sample", self._sample)
 
-    def _serve(self, pages: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    def _serve(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
         try:
             if "Origin" in self.headers:
                 raise _Refused(403, "requests of web pages are not answered")
-            if self.path not in pages:
+            if self.path != path:
                 raise _Refused(404, f"no such page: {self.path}")
-            answer = pages[self.path]()
+            content = answer()
         except _Refused as refused:
             self._refuse(refused.status, str(refused))
         except (ConnectionError, TimeoutError):
@@ -432,7 +411,7 @@ class _Handler(BaseHTTPRequestHandler):
             traceback.print_exc()  # for the operator of the server; the client tries again
             self._answer(500, {"error": f"{type(error).__name__}: {error}"})
         else:
-            self._answer(200, answer)
+            self._answer(200, content)
 
     def _read_json(self) -> Any:
         """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
@@ -475,18 +454,12 @@ class _Handler(BaseHTTPRequestHandler):
         busy = self.server.engine_lock.locked()
         return {**asdict(self.server.facts), "version": self.server.version, "busy": busy}
 
-    def _set_gates(self) -> dict[str, Any]:
-        alpha_LH = read_gates(self._read_json(), self.server.facts)
-        with self.server.engine_lock:
-            self.server.version = self.server.engine.set_gates(alpha_LH)
-        return {"version": self.server.version}
-
     def _sample(self) -> dict[str, Any]:
-        version, asked = read_request(self._read_json(), self.server.facts)
+        alpha_LH, asked = read_request(self._read_json(), self.server.facts)
         made: dict[int, Sample] = {}
         with self.server.engine_lock:
-            if self.server.version != version:
-                raise _Refused(409, f"its gates are {self.server.version}, not {version}")
+            if self.server.version != gate_version(alpha_LH):
+                self.server.version = self.server.engine.set_gates(alpha_LH)
             # closed when the client is gone: the engine must be free when it asks again
             with closing(self.server.engine.sample(*asked)) as samples:  # type: ignore[type-var]
                 for index, sample in samples:
