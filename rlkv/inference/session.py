@@ -1,4 +1,4 @@
-"""What ``rlkv-infer`` decodes with: its options, a loaded engine, and files of problems."""
+"""Parts of ``rlkv-infer``: its options, a loaded engine, and files of problems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_SPARSITY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
-    """What to answer, with which model, and what its heads keep."""
+    """Texts to answer, the model, and what its heads keep."""
 
     gates: str | None = None
     """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny', 'smol': built
@@ -281,7 +281,11 @@ class InferSession:
             assert allocation is not None
             engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
-            engine = _open_hf(config, model, gates, allocation, cache)
+            loaded, tokenizer = load_model(model, config.dtype, config.device)
+            if gates is not None:
+                gates.check_model(loaded.config)
+            heads = resolve_allocation(loaded, allocation)
+            engine = InferenceEngine(loaded, tokenizer, heads, cache, config.batch_size)
         rendered = [render_prompt(engine.tokenizer, text, template) for text in texts]
         lengths = engine.prompt_lengths(rendered)
         longest = config.longest_answer(engine.max_positions, max(lengths))
@@ -302,7 +306,7 @@ class InferSession:
         kept = ""
         if self.engine.eviction is not None:
             kept = f" ({self.engine.eviction.name})"
-        elif self.engine.describe().get("protect_prompt"):
+        elif self.engine.settings.protect_prompt:
             kept = " (prompt kept)"
         return (
             f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{kept}"
@@ -317,20 +321,6 @@ def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> No
     number = max(range(len(lengths)), key=lengths.__getitem__)
     name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
     check_length(name, lengths[number], max_new_tokens, positions)
-
-
-def _open_hf(
-    config: InferConfig,
-    name: str,
-    gates: HeadGates | None,
-    allocation: HeadAllocation | None,
-    cache: CacheSettings,
-) -> InferenceEngine:
-    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
-    if gates is not None:
-        gates.check_model(model.config)
-    heads = resolve_allocation(model, allocation)
-    return InferenceEngine(model, tokenizer, heads, cache, config.batch_size)
 
 
 def _open_vllm(
@@ -365,7 +355,7 @@ def _open_vllm(
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         rows: all lines of the output.
@@ -406,7 +396,9 @@ def run_batches(session: InferSession) -> BatchReport:
     }
     options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     recorded = {"options": options, **provenance()}
-    usages = dict.fromkeys(["", "_full"] if config.compare_full else [""], NO_USAGE)
+    usages = {"": NO_USAGE}
+    if config.compare_full:
+        usages["_full"] = NO_USAGE
     with (
         open_store(config.output, settings, ["index"], recorded) as store,
         progress_bar("decode", "problems", len(problems)) as bar,

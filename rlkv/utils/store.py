@@ -246,7 +246,7 @@ def _differences(before: Row, now: Row, prefix: str = "") -> list[str]:
 
 
 def _is_noted(path: Path) -> bool:
-    """Whether the file holds settings as :func:`open_store` writes them."""
+    """Return whether the file holds settings as :func:`open_store` writes them."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -41,7 +41,7 @@ class Served:
     gates_path: Path
 
     def request(self, sparsity: float, **settings: Any) -> dict[str, Any]:
-        """What ``additional_config`` holds."""
+        """Return what ``additional_config`` holds."""
         return {"rlkv": {"gates": str(self.gates_path), "sparsity": sparsity, **settings}}
 
     def allocation(self, sparsity: float) -> HeadAllocation:

@@ -36,7 +36,7 @@ from tests.helpers.models import build_tokenizer, make_tiny_model
 
 @dataclass
 class Job:
-    """What is killed.
+    """A job that is killed.
 
     Attributes:
         work: does all that is not yet done in a folder.

@@ -1,6 +1,4 @@
-"""Where things lie: the repository, its test helpers, and the data beside it that only some
-machines have.
-"""
+"""Places: the repository, and the data beside it that only some machines have."""
 
 from pathlib import Path
 

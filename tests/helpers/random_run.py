@@ -57,9 +57,7 @@ def make_policy() -> tuple[Any, Any]:
 
 
 def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] = ()) -> Any:
-    """Train and export; the curriculum lies beside the output folder and is written if it is
-    absent.
-    """
+    """Train and export; the curriculum is written beside the output folder if it is absent."""
     from rlkv.cli.train import parse_config
     from rlkv.training.grpo import train_gates
 
@@ -74,8 +72,7 @@ def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] 
 
 @contextmanager
 def hard_case(bad_step: int = 2) -> Iterator[None]:
-    """Rows 8 to 15 of every rollout are truncated, and the loss of row 8 and its neighbours is NaN
-    in ``bad_step``.
+    """Truncate rows 8 to 15 of every rollout, and make the loss of their batch NaN once.
 
     With two processes of 8 rows all this happens in the second.
     """
