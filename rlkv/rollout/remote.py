@@ -71,7 +71,8 @@ def read_request(
         if not prompt:
             raise ValueError(f"{name} is empty: there is nothing to complete")
         check_length(name, len(prompt), params.max_new_tokens, facts.max_positions)
-    return torch.tensor(alpha), (Rows(prompts, numbers, rollout), params, eos_ids)
+    gates = torch.tensor(alpha, dtype=torch.float32)
+    return gates, (Rows(prompts, numbers, rollout), params, eos_ids)
 
 
 def _check_gates(alpha: Any, facts: EngineFacts) -> None:
@@ -368,8 +369,8 @@ class RolloutServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Refused(Exception):
-    """A request that gets this status and sentence."""
+class _Refused(ValueError):
+    """A request that gets another status than 400."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -384,9 +385,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Print no line per request."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what http.server itself refuses in the form of all other answers."""
+        """Answer as JSON, also what http.server itself refuses."""
         self.request_version = self.protocol_version  # before one is read it answers as HTTP/0.9
-        self._refuse(code, message or self.responses[code][0])
+        with suppress(OSError):
+            self._answer(code, {"error": message or self.responses[code][0]})
+            # read on for a moment: closing with unread bytes would lose the answer
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(1)
+            end = time.monotonic() + 2
+            while time.monotonic() < end and self.rfile.read1(1 << 16):
+                pass
 
     def do_GET(self) -> None:
         self._serve("/health", self._health)
@@ -401,12 +409,10 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path != path:
                 raise _Refused(404, f"no such page: {self.path}")
             content = answer()
-        except _Refused as refused:
-            self._refuse(refused.status, str(refused))
         except (ConnectionError, TimeoutError):
             pass  # the client is gone; it will ask again
         except ValueError as error:
-            self._refuse(400, str(error))
+            self.send_error(getattr(error, "status", 400), str(error))
         except Exception as error:
             traceback.print_exc()  # for the operator of the server; the client tries again
             self._answer(500, {"error": f"{type(error).__name__}: {error}"})
@@ -431,16 +437,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError("the body is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"the body is not JSON: {error}") from None
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer, and read on for a moment: closing with unread bytes would lose the answer."""
-        with suppress(OSError):
-            self._answer(status, {"error": message})
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(1)
-            end = time.monotonic() + 2
-            while time.monotonic() < end and self.rfile.read1(1 << 16):
-                pass
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode() + b"\n"
