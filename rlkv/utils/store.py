@@ -222,26 +222,28 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     changes = _differences(before, json.loads(json.dumps(settings)))
     if not changes:
         return
-    named = ", ".join(changes[:MOST_NAMED])
+    names = ", ".join(list(changes)[:MOST_NAMED])
     if len(changes) > MOST_NAMED:
-        named += f" and {len(changes) - MOST_NAMED} more"
+        names += f" and {len(changes) - MOST_NAMED} more"
+    values = ", ".join(list(changes.values())[:MOST_NAMED])
     raise ValueError(
-        f"{path} holds rows made with other settings ({named}): use the old ones, take another "
-        "output folder, or remove this file to start over"
+        f"{path} holds rows made with other settings ({names}): {values}; use the old ones, take "
+        "another output folder, or remove this file to start over"
     )
 
 
-def _differences(before: Row, now: Row, prefix: str = "") -> list[str]:
-    """List what differs, as "outer.inner was 3 and is now 4"."""
-    found: list[str] = []
-    for name in sorted(before.keys() | now.keys()):
-        old = before.get(name, ABSENT)
-        new = now.get(name, ABSENT)
+def _differences(before: Row, now: Row, prefix: str = "") -> dict[str, str]:
+    """Map the names that differ, such as "outer.inner", to "outer.inner was 3 and is now 4"."""
+    found: dict[str, str] = {}
+    for key in sorted(before.keys() | now.keys()):
+        name = f"{prefix}{key}"
+        old = before.get(key, ABSENT)
+        new = now.get(key, ABSENT)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{prefix}{name}.")
+            found |= _differences(old, new, f"{name}.")
         elif old != new:
             shown = ["absent" if value is ABSENT else reprlib.repr(value) for value in (old, new)]
-            found.append(f"{prefix}{name} was {shown[0]} and is now {shown[1]}")
+            found[name] = f"{name} was {shown[0]} and is now {shown[1]}"
     return found
 
 
