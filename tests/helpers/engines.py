@@ -81,7 +81,7 @@ class EngineKey:
         family: of the model (:mod:`tests.helpers.models`).
         sparsity: None: rlkv is not asked for.
         settings: further ones of head reallocation.
-            options: of the engine.
+        options: of the engine.
         model: overrides of the model's config, and ``alpha``, the gates.
     """
 

@@ -12,7 +12,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation.metrics import RepetitionRule
-from rlkv.eviction import H2O, RKV, RPC, RandomEviction
+from rlkv.eviction import H2O, RKV, RPC
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
@@ -199,7 +199,6 @@ POLICY = RKV(budget=24, buffer=4, observation=2)
         ("qwen3", 0.0, {"eviction": RKV(budget=10, buffer=4, observation=2)}),
         ("llama", 1.0, {"eviction": H2O(budget=12)}),
         ("qwen2", 0.0, {"eviction": RPC(P=12, R=3, c=3)}),
-        ("llama", 0.0, {"eviction": RandomEviction(ratio=0.4, extra=9, buffer=3)}),
         ("qwen2", 1.0, {"eviction": POLICY, "prefill": "published"}),
     ],
 )
@@ -209,7 +208,7 @@ def test_rows_that_join_a_batch_are_decoded_as_alone(
     tokenizer = build_tokenizer()
     model = make_tiny_model(family, vocab_size=VOCAB)
     model.generation_config.eos_token_id = list(range(2, 340, 12))  # rows end at many steps
-    sampling = SamplingParams(40, temperature=temperature, seed=3)
+    sampling = SamplingParams(30, temperature=temperature, seed=3)
     texts = [render_prompt(tokenizer, p["problem"]) for p in tiny.problems(13, seed=1)]
     heads = HeadAllocation.random(3, 4, 0.5, seed=1)
     widths: list[int] = []

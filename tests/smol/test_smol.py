@@ -89,6 +89,7 @@ def loaded() -> tuple[PreTrainedModel, Any]:
 
 
 @needs_smol
+@pytest.mark.slow
 def test_nothing_compressed_generates_the_stock_tokens(loaded: Any) -> None:
     model, batch = loaded
     options = {"max_new_tokens": 2 * STEPS, "do_sample": False}
