@@ -127,9 +127,7 @@ def test_other_settings_are_refused_and_named(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"index": 1')
     before = files_of(path.parent)
     other = {"model": "x" * 99, "sampling": {"seed": 2, "top_p": 1.0}}
-    with pytest.raises(
-        ValueError, match=r"\(model, sampling.seed\): model.*x, sampling.seed.*1.*2"
-    ):
+    with pytest.raises(ValueError, match=r"\(model, sampling.seed\): .*x', sampling.seed.*1.*2"):
         check_settings(path, other)
     with pytest.raises(ValueError, match="and 6 more"):
         open_store(path, {f"n{i}": i for i in range(12)}, KEY).__enter__()
