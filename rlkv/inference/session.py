@@ -415,7 +415,7 @@ def run_batches(session: InferSession) -> BatchReport:
             batch = problems[begin : begin + size]
             prompts = [session.render(problem["problem"]) for problem in batch]
             numbers = range(begin, begin + len(batch))
-            rows = []
+            rows: list[dict[str, Any]] = []
             for index, problem in zip(numbers, batch, strict=True):
                 given = {name: problem[name] for name in ("problem", "answer") if name in problem}
                 rows.append({"index": index, **given})
