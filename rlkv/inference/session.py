@@ -417,8 +417,10 @@ def run_batches(session: InferSession) -> BatchReport:
             numbers = range(begin, begin + len(batch))
             rows: list[dict[str, Any]] = []
             for index, problem in zip(numbers, batch, strict=True):
-                given = {name: problem[name] for name in ("problem", "answer") if name in problem}
-                rows.append({"index": index, **given})
+                row = {"index": index, "problem": problem["problem"]}
+                if "answer" in problem:
+                    row["answer"] = problem["answer"]
+                rows.append(row)
             for suffix in usages:
                 completions, usage = session.engine.batch(
                     prompts, session.sampling, full=suffix == "_full", numbers=numbers
