@@ -170,9 +170,8 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
     total = layers * heads
     limit = longest_solution(config.longest)
     everything = HeadAllocation(torch.ones(layers, heads, dtype=torch.bool))
-    engine = InferenceEngine(
-        model, tokenizer, everything, config.sink, config.window, batch_size=100
-    )
+    sizes = CacheSettings(config.sink, config.window)
+    engine = InferenceEngine(model, tokenizer, everything, sizes, batch_size=100)
 
     def draw(kind: str, number: int) -> list[dict[str, str]]:
         return problems(number, SEEDS[kind], max_definitions=config.longest)

@@ -5,7 +5,7 @@ r"""Sample for a training run on a GPU of its own: some GPUs train and others sa
     CUDA_VISIBLE_DEVICES=0 rlkv-train --config llama8b --rollout vllm-server
 
 Several servers, on this machine (--port) or others (--host), are named with --rollout-servers
-URL,URL. The trainer sends the gates (a few hundred numbers) before every step and gets completions
+URL,URL. The trainer sends the gates (a few hundred numbers) with the rows and gets completions
 with log-probabilities. The server keeps nothing: kill it and start it again, and the training goes
 on.  It takes requests from anyone who reaches its port: leave --host at this machine unless the
 network is yours.

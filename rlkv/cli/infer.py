@@ -154,12 +154,12 @@ def _answer_file(session: InferSession) -> None:
     report = run_batches(session)
     earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""
     _say(f"{len(report.rows)} answers in {session.config.output}{earlier}")
-    caches = (("compressed", report.usage, ""), ("full cache", report.usage_full, "_full"))
-    for name, usage, field in caches:
+    for suffix, usage in report.usages.items():
+        name = "full cache" if suffix else "compressed"
         if usage.tokens:
-            heads = "" if field else f", {session.heads()}"
+            heads = "" if suffix else f", {session.heads()}"
             _say(f"{name}  {usage.summary()} (largest batch){heads}")
-        accuracy = report.accuracy("correct" + field)
+        accuracy = report.accuracy(suffix)
         if accuracy is not None:
             share, graded = accuracy
             without = len(report.rows) - graded

@@ -139,17 +139,7 @@ class RunSettings:
         allocation: HeadAllocation,
     ) -> InferenceEngine:
         """Return what decodes."""
-        return InferenceEngine(
-            model,
-            tokenizer,
-            allocation,
-            sink=self.cache.sink,
-            window=self.cache.window,
-            prefill=self.cache.prefill,
-            batch_size=self.batch_size,
-            eviction=self.cache.eviction,
-            protect_prompt=self.cache.protect_prompt,
-        )
+        return InferenceEngine(model, tokenizer, allocation, self.cache, self.batch_size)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all settings that rows depend on."""

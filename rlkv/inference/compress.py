@@ -213,7 +213,7 @@ def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
 
 @dataclass
 class CompressedSession:
-    """What ``with compress(...) as session`` gives.
+    """The value of ``with compress(...) as session``.
 
     ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of
     ``generate`` or of the model, with ``cache.nbytes()`` held against ``cache.full_nbytes()``.

@@ -18,7 +18,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.cache.reallocation import full_cache
-from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
 from rlkv.models.prompts import fill_template, render_prompt
@@ -27,6 +26,7 @@ from rlkv.rollout.decoding import StopRule
 from rlkv.rollout.hf import HFEngine
 
 OnText = Callable[[str], None]
+DEFAULTS = CacheSettings()
 
 
 def cache_nbytes(cache: Cache) -> int:
@@ -63,6 +63,8 @@ class _TextStream(TextStreamer):
 class InferenceEngine(HFEngine):
     """A model under an allocation, as a rollout engine and for single prompts.
 
+    ``settings``: what compressible heads keep.
+
     Raises:
         ValueError: as :func:`rlkv.compress`, at the first call.
     """
@@ -72,33 +74,31 @@ class InferenceEngine(HFEngine):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         allocation: HeadAllocation,
-        sink: int = 16,
-        window: int = 64,
-        prefill: str = "full",
+        settings: CacheSettings = DEFAULTS,
         batch_size: int = 8,
-        eviction: EvictionPolicy | None = None,
-        protect_prompt: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
-        CacheSettings(sink, window, prefill, eviction, protect_prompt).check_positions(
-            self.max_positions
-        )
+        settings.check_positions(self.max_positions)
         self.allocation = allocation
-        self.eviction = eviction
-        self.sizes: dict[str, Any] = {"sink": sink, "window": window, "prefill": prefill}
-        if protect_prompt:  # left out otherwise: answers from before there was the setting stay
-            self.sizes["protect_prompt"] = True
+        self.settings = settings
+        self.eviction = settings.eviction
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return what completions depend on: dtype, device, what the compressible heads keep."""
-        return {
+        settings = self.settings
+        own: dict[str, Any] = {
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.model.device.type,
-            **self.sizes,
+            "sink": settings.sink,
+            "window": settings.window,
+            "prefill": settings.prefill,
             "eviction": None if self.eviction is None else self.eviction.describe(),
         }
+        if settings.protect_prompt:  # left out otherwise: answers of before the setting stay
+            own["protect_prompt"] = True
+        return own
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt; nothing is added to it."""
@@ -194,8 +194,16 @@ class InferenceEngine(HFEngine):
         if full:
             yield
             return
-        policy = self.eviction
-        with compress(self.model, self.allocation, eviction=policy, **self.sizes) as self._session:
+        settings = self.settings
+        with compress(
+            self.model,
+            self.allocation,
+            sink=settings.sink,
+            window=settings.window,
+            prefill=settings.prefill,
+            eviction=settings.eviction,
+            protect_prompt=settings.protect_prompt,
+        ) as self._session:
             try:
                 yield
             finally:

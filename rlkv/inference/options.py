@@ -37,7 +37,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What compressible heads keep without an eviction policy, and how the prompt is read."""
+    """Sizes of compressible heads without an eviction policy, and how the prompt is read."""
 
     sink: int | None = None
     """first tokens that a compressible head keeps; default: what the gates file says, else 16"""
@@ -81,7 +81,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn."""
+    """Settings of the draws of tokens."""
 
     temperature: float = 0.0
     """0 is greedy decoding"""

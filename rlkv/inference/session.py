@@ -1,4 +1,4 @@
-"""What ``rlkv-infer`` decodes with: its options, a loaded engine, and files of problems."""
+"""Parts of ``rlkv-infer``: its options, a loaded engine, and files of problems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_SPARSITY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
-    """What to answer, with which model, and what its heads keep."""
+    """Texts to answer, the model, and what its heads keep."""
 
     gates: str | None = None
     """gates file, folder or hub address (gates.pt, .safetensors, .tsv, PEFT); 'tiny', 'smol': built
@@ -180,10 +180,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
                 "GPUs",
             ),
-            (
-                self.is_chat,
-                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`",
-            ),
+            (self.is_chat, "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"),
         ]
 
     def policy(self) -> EvictionPolicy | None:
@@ -284,7 +281,11 @@ class InferSession:
             assert allocation is not None
             engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
         else:
-            engine = _open_hf(config, model, gates, allocation, cache)
+            loaded, tokenizer = load_model(model, config.dtype, config.device)
+            if gates is not None:
+                gates.check_model(loaded.config)
+            heads = resolve_allocation(loaded, allocation)
+            engine = InferenceEngine(loaded, tokenizer, heads, cache, config.batch_size)
         rendered = [render_prompt(engine.tokenizer, text, template) for text in texts]
         lengths = engine.prompt_lengths(rendered)
         longest = config.longest_answer(engine.max_positions, max(lengths))
@@ -305,7 +306,7 @@ class InferSession:
         kept = ""
         if self.engine.eviction is not None:
             kept = f" ({self.engine.eviction.name})"
-        elif self.engine.describe().get("protect_prompt"):
+        elif self.engine.settings.protect_prompt:
             kept = " (prompt kept)"
         return (
             f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{kept}"
@@ -320,29 +321,6 @@ def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> No
     number = max(range(len(lengths)), key=lengths.__getitem__)
     name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
     check_length(name, lengths[number], max_new_tokens, positions)
-
-
-def _open_hf(
-    config: InferConfig,
-    name: str,
-    gates: HeadGates | None,
-    allocation: HeadAllocation | None,
-    cache: CacheSettings,
-) -> InferenceEngine:
-    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device)
-    if gates is not None:
-        gates.check_model(model.config)
-    return InferenceEngine(
-        model,
-        tokenizer,
-        resolve_allocation(model, allocation),
-        sink=cache.sink,
-        window=cache.window,
-        prefill=cache.prefill,
-        batch_size=config.batch_size,
-        eviction=cache.eviction,
-        protect_prompt=cache.protect_prompt,
-    )
 
 
 def _open_vllm(
@@ -377,25 +355,22 @@ def _open_vllm(
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         rows: all lines of the output.
         resumed: how many of them were there before.
-        usage, usage_full: of the new ones.
+        usages: of the new ones, with the small cache ("") and, if asked for, the full one
+            ("_full"); what it gave has fields of the rows with this suffix.
     """
 
     rows: list[dict[str, Any]]
     resumed: int
-    usage: Usage
-    usage_full: Usage
+    usages: dict[str, Usage]
 
-    def accuracy(self, field: str = "correct") -> tuple[float, int] | None:
-        """Return the share of right answers, and of how many; None if the input has none.
-
-        ``field``: ``correct`` or ``correct_full``.
-        """
-        judged = [row[field] for row in self.rows if field in row]
+    def accuracy(self, suffix: str) -> tuple[float, int] | None:
+        """Return the share of right answers, and of how many; None if the input has none."""
+        judged = [row["correct" + suffix] for row in self.rows if "correct" + suffix in row]
         return (sum(judged) / len(judged), len(judged)) if judged else None
 
 
@@ -407,9 +382,8 @@ def run_batches(session: InferSession) -> BatchReport:
             writing.
     """
     config = session.config
-    engine = session.engine
     problems = session.problems
-    size = engine.batch_size
+    size = session.engine.batch_size
     assert config.input is not None
     assert config.output is not None
     settings = {
@@ -421,11 +395,12 @@ def run_batches(session: InferSession) -> BatchReport:
         "input": digest(config.input.read_bytes()),
     }
     options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    usage = usage_full = NO_USAGE
+    recorded = {"options": options, **provenance()}
+    usages = {"": NO_USAGE}
+    if config.compare_full:
+        usages["_full"] = NO_USAGE
     with (
-        open_store(
-            config.output, settings, ["index"], {"options": options, **provenance()}
-        ) as store,
+        open_store(config.output, settings, ["index"], recorded) as store,
         progress_bar("decode", "problems", len(problems)) as bar,
     ):
         resumed = len(store.rows)
@@ -440,29 +415,23 @@ def run_batches(session: InferSession) -> BatchReport:
             batch = problems[begin : begin + size]
             prompts = [session.render(problem["problem"]) for problem in batch]
             numbers = range(begin, begin + len(batch))
-            completions, spent = engine.batch(prompts, session.sampling, numbers=numbers)
-            usage += spent
-            rows = []
-            for index, problem, completion in zip(numbers, batch, completions, strict=True):
-                rows.append(_row(index, problem, completion))
-            if config.compare_full:
-                completions, spent = engine.batch(
-                    prompts, session.sampling, full=True, numbers=numbers
+            rows: list[dict[str, Any]] = []
+            for index, problem in zip(numbers, batch, strict=True):
+                row = {"index": index, "problem": problem["problem"]}
+                if "answer" in problem:
+                    row["answer"] = problem["answer"]
+                rows.append(row)
+            for suffix in usages:
+                completions, usage = session.engine.batch(
+                    prompts, session.sampling, full=suffix == "_full", numbers=numbers
                 )
-                usage_full += spent
+                usages[suffix] += usage
                 for row, problem, completion in zip(rows, batch, completions, strict=True):
-                    row |= _outcome(problem, completion, "_full")
+                    row |= _outcome(problem, completion, suffix)
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
-        return BatchReport(store.rows, resumed, usage, usage_full)
-
-
-def _row(index: int, problem: dict[str, Any], completion: Completion) -> dict[str, Any]:
-    row = {"index": index, "problem": problem["problem"]}
-    if "answer" in problem:
-        row["answer"] = problem["answer"]
-    return row | _outcome(problem, completion, "")
+        return BatchReport(store.rows, resumed, usages)
 
 
 def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def _smollm2_source() -> tuple[str, dict[str, str]]:
 
 
 def _gguf_folder() -> str | None:
-    """Where the package with the GGUF file is; it is not imported, since it wants llama.cpp."""
+    """Find the package with the GGUF file; it is not imported, since it wants llama.cpp."""
     found = importlib.util.find_spec(GGUF_PACKAGE)
     if found is None or not found.submodule_search_locations:
         return None

@@ -77,7 +77,7 @@ def same_model(first: str, second: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a gates file says about the model that it was trained for."""
+    """Facts that a gates file states about the model that it was trained for."""
 
     model_id: str
     model_type: str

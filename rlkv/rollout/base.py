@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives: rendered prompts in, completions out.
+"""Input and output of every rollout engine: rendered prompts in, completions out.
 
 Seeds: one number is drawn per (seed, rollout, row, token), with a Philox stream for each row
 (:func:`rlkv.rollout.decoding.row_draws`).  A row is numbered by its place in its file or rollout,
@@ -24,7 +24,7 @@ DEFAULT_PORT = 8700  # of a rollout server
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to decode; ``temperature`` 0: greedy; ``top_k`` 0: no limit.
+    """Settings of decoding; ``temperature`` 0: greedy; ``top_k`` 0: no limit.
 
     ``seed`` fixes the draws of every prompt, whatever is decoded next to it.
 
@@ -139,7 +139,7 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call cost.
+    """The cost of one call.
 
     Attributes:
         tokens: new tokens, of all completions together.
@@ -185,7 +185,7 @@ NO_USAGE = Usage(0, 0.0, 0, 0)
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a server says about its engine."""
+    """Facts that a server states about its engine."""
 
     model: str
     sink: int

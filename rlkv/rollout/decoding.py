@@ -132,7 +132,7 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How prompts are decoded.
+    """A decoding: the model, its cache, how tokens are chosen, and who is told of them.
 
     Attributes:
         model: in eval mode, on its device.

@@ -1,6 +1,6 @@
 """A rollout engine behind HTTP: one GPU trains, others sample, and may be killed and restarted.
 
-``POST /gates`` sets the gates, ``POST /sample`` answers a chunk of rows at once, ``GET /health``
+``POST /sample`` takes gates and a chunk of rows and answers all of them at once, ``GET /health``
 says what the server has and whether it is busy.  Requests and answers are JSON.  The client keeps
 the chunks in a queue: one that a server owes goes back there when the server fails.
 """
@@ -8,20 +8,19 @@ the chunks in a queue: one that a server owes goes back there when the server fa
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -41,53 +40,27 @@ from rlkv.utils.numbers import check_number, check_whole
 
 HEALTH_SECONDS = 5.0  # between looks at a server that has not answered yet
 SILENCE_SECONDS = 30.0  # without a byte, in either direction
-REQUEST_SECONDS = 60.0  # in which a request must have arrived
+RETRY_SECONDS = 0.5  # between a failure and the next try
 MOST_BYTES = 128 << 20  # of a request: some 18 million token ids
-FIRST_PAUSE = 0.25  # seconds after a failure, doubled with each further one
-LONGEST_PAUSE = 15.0
 
 
 # --- requests
 
 
-def read_gates(body: Any, facts: EngineFacts) -> Tensor:
-    """Return the gates in ``body``, which is any JSON, as float32 ``[layers, KV heads]``.
-
-    Raises:
-        ValueError: unless they are numbers in [0, 1], one for each head of an engine with these
-            ``facts``.
-    """
-    (alpha,) = _values(body, "the request", ["alpha"])
-    if not isinstance(alpha, list) or not all(isinstance(layer, list) for layer in alpha):
-        raise ValueError('gates are sent as {"alpha": [[...]]}, a list of numbers for each layer')
-    expected = [facts.num_kv_heads] * facts.num_layers
-    if [len(layer) for layer in alpha] != expected:
-        found = [len(alpha), *sorted({len(layer) for layer in alpha})]
-        raise ValueError(
-            f"the model has gates {[facts.num_layers, facts.num_kv_heads]}, got {found}"
-        )
-    for number, layer in enumerate(alpha):
-        for head, gate in enumerate(layer):
-            check_number(f"the gate of layer {number}, head {head}", gate, 0, 1)
-    return torch.tensor(alpha, dtype=torch.float32)
-
-
 def read_request(
     body: Any, facts: EngineFacts
-) -> tuple[str, tuple[Rows, SamplingParams, list[int]]]:
-    """Return the version of the gates that ``body`` asks for, and what to sample.
+) -> tuple[Tensor, tuple[Rows, SamplingParams, list[int]]]:
+    """Return the gates, float32 ``[layers, KV heads]``, and what to sample under them.
 
     Raises:
-        ValueError: unless ``body``, which is any JSON, is a request that an engine with these
-            ``facts`` can serve.
+        ValueError: unless ``body``, which is any JSON, is a request that the engine can serve.
     """
-    names = ["version", "rows", "sampling", "eos_ids"]
-    version, rows, sampling, eos_ids = _values(body, "the request", names)
+    names = ["alpha", "rows", "sampling", "eos_ids"]
+    alpha, rows, sampling, eos_ids = _values(body, "the request", names)
     prompts, numbers, rollout = _values(rows, "rows", ["prompts", "numbers", "rollout"])
     options = [option.name for option in fields(SamplingParams)]
     params = SamplingParams(*_values(sampling, "sampling", options))
-    if not isinstance(version, str):
-        raise ValueError("version must be a text")
+    _check_gates(alpha, facts)
     _check_list("prompts", prompts)
     _check_ids("eos_ids", eos_ids, facts.vocab_size)
     _check_ids("numbers", numbers, 2**31)
@@ -98,7 +71,21 @@ def read_request(
         if not prompt:
             raise ValueError(f"{name} is empty: there is nothing to complete")
         check_length(name, len(prompt), params.max_new_tokens, facts.max_positions)
-    return version, (Rows(prompts, numbers, rollout), params, eos_ids)
+    gates = torch.tensor(alpha, dtype=torch.float32)
+    return gates, (Rows(prompts, numbers, rollout), params, eos_ids)
+
+
+def _check_gates(alpha: Any, facts: EngineFacts) -> None:
+    is_matrix = isinstance(alpha, list) and all(isinstance(layer, list) for layer in alpha)
+    heads_of_layers = [facts.num_kv_heads] * facts.num_layers
+    if not is_matrix or [len(layer) for layer in alpha] != heads_of_layers:
+        raise ValueError(
+            f"the model has gates [{facts.num_layers}, {facts.num_kv_heads}]: send a list of "
+            f"{facts.num_kv_heads} numbers for each of {facts.num_layers} layers"
+        )
+    for number, layer in enumerate(alpha):
+        for head, gate in enumerate(layer):
+            check_number(f"the gate of layer {number}, head {head}", gate, 0, 1)
 
 
 def _values(body: Any, what: str, names: list[str]) -> list[Any]:
@@ -127,14 +114,9 @@ class Failure(Exception):
 
 
 class Connection:
-    """The server at ``url``, the ``number``-th of a run.
+    """The server at ``url``, the ``number``-th of a run; ``failing``: at the last request."""
 
-    Attributes:
-        version: of the gates that it has, as far as is known.
-        pause: seconds between failures and the next try; 0 while it answers.
-    """
-
-    def __init__(self, url: str, number: int = 0) -> None:
+    def __init__(self, url: str, number: int) -> None:
         """ValueError unless ``url`` is ``http://host[:port]``."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -145,32 +127,15 @@ class Connection:
         self.number = number
         self.host = parts.hostname
         self.port = parts.port or 80
-        self.version = "none"
-        self.pause = 0.0
-
-    def facts(self) -> EngineFacts:
-        """Ask what engine the server has; ValueError if it is not a rollout server."""
-        answer = self.exchange("GET", "/health")
-        try:
-            return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
-        except KeyError as error:
-            raise ValueError(
-                f"{self.url} is not a rollout server: its /health has no {error}"
-            ) from None
-
-    def send_gates(self, alpha_LH: Tensor, version: str) -> None:
-        """Send the gates, unless the server has them."""
-        if self.version == version:
-            return
-        found = self.exchange("POST", "/gates", {"alpha": alpha_LH.tolist()}).get("version")
-        if found != version:
-            raise Failure(f"the server took gates {found} for {version}")
-        self.version = version
+        self.failing = False
 
     def sample(self, job: _Job, chunk: list[int]) -> list[Sample]:
         """Return a sample for each row of the chunk, all of the job's gates."""
+        if not chunk:  # only shows whether the server works again
+            self.exchange("GET", "/health")
+            return []
         request = {
-            "version": job.version,
+            "alpha": job.alpha_LH.tolist(),
             "rows": asdict(job.rows.only(chunk)),
             "sampling": asdict(job.sampling),
             "eos_ids": job.eos_ids,
@@ -197,9 +162,10 @@ class Connection:
             connection.request(method, path, content, {"Content-Type": "application/json"})
             # sampling takes minutes without a byte; a machine that is gone sends none either
             while path == "/sample" and not wait([connection.sock], HEALTH_SECONDS):
-                found = self.exchange("GET", "/health").get("version")
-                if found != body["version"]:
-                    raise Failure(f"its gates are {found}: it was started again")
+                busy = self.exchange("GET", "/health").get("busy")
+                # an answer may just have been on its way
+                if not busy and not wait([connection.sock], HEALTH_SECONDS):
+                    raise Failure("it has forgotten the request")
             response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -209,9 +175,23 @@ class Connection:
         if response.status == 200:
             return answer
         reason = answer.get("error", "no reason given")
-        if response.status >= 500 or response.status == http.HTTPStatus.CONFLICT:
+        if response.status >= 500:
             raise Failure(reason)
         raise ValueError(f"the rollout server at {self.url} refused the request: {reason}")
+
+
+@dataclass
+class _Job:
+    """One rollout: what to sample, the chunks of rows that nobody samples, what has arrived."""
+
+    rows: Rows
+    sampling: SamplingParams
+    eos_ids: list[int]
+    alpha_LH: Tensor
+    version: str
+    chunks: SimpleQueue[list[int]] = field(default_factory=SimpleQueue)
+    arrived: SimpleQueue[tuple[int, Sample] | Exception] = field(default_factory=SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class RolloutClient:
@@ -233,7 +213,7 @@ class RolloutClient:
         self._lock = threading.Lock()
 
     def set_gates(self, alpha_LH: Tensor) -> str:
-        """Sample under these gates from now on; every server is sent them before its next rows."""
+        """Sample under these gates from now on; the servers get them with the rows."""
         self._alpha_LH = alpha_LH.detach().float().cpu().clone()
         self.version = gate_version(self._alpha_LH)
         return self.version
@@ -252,7 +232,7 @@ class RolloutClient:
         """
         if self._alpha_LH is None:
             raise ValueError("set_gates comes before sample: the servers have none of their own")
-        answering = [server for server in self.servers if not server.pause] or self.servers
+        answering = [server for server in self.servers if not server.failing] or self.servers
         job = _Job(rows, sampling, eos_ids, self._alpha_LH, self.version)
         indices = range(len(rows.prompts))
         for server in self.servers:
@@ -276,43 +256,39 @@ class RolloutClient:
         try:
             while not job.ended.is_set():
                 try:
-                    server.send_gates(job.alpha_LH, job.version)
-                    samples = server.sample(job, chunk) if chunk else []
+                    samples = server.sample(job, chunk)
                 except Failure as failure:
                     if chunk:
                         job.chunks.put(chunk)
-                    self._failed(server, failure, job.ended)
+                    self._note_failure(server, failure, job.ended)
                     chunk = []
                     with suppress(Empty):  # others may have taken it meanwhile
                         chunk = job.chunks.get_nowait()
                     continue
-                self._answered(server)
+                with self._lock:
+                    server.failing = False
+                    self._deadline = None  # the patience begins again with the next failure
                 for found in zip(chunk, samples, strict=True):
                     job.arrived.put(found)
                 chunk = job.chunks.get()  # empty at the end of the job
         except Exception as error:
             job.arrived.put(error)
 
-    def _answered(self, server: Connection) -> None:
-        with self._lock:
-            server.pause = 0.0
-            self._deadline = None  # the patience begins again with the next failure
-
-    def _failed(self, server: Connection, failure: Failure, ended: threading.Event) -> None:
+    def _note_failure(self, server: Connection, failure: Failure, ended: threading.Event) -> None:
         """Pause before the next try; ValueError if all servers have failed for too long."""
         if ended.is_set():
             return
         with self._lock:
             self.retries += 1
-            if not server.pause:
+            if not server.failing:
                 print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
-            server.version = "none"  # it may have been started again
-            server.pause = min(2 * server.pause or FIRST_PAUSE, LONGEST_PAUSE)
-            if self._deadline is None and all(other.pause for other in self.servers):
-                self._deadline = time.monotonic() + self.patience
-            pause = server.pause
+            server.failing = True
+            now = time.monotonic()
+            if self._deadline is None and all(other.failing for other in self.servers):
+                self._deadline = now + self.patience
+            pause = RETRY_SECONDS
             if self._deadline is not None:
-                pause = min(pause, self._deadline - time.monotonic())
+                pause = min(pause, self._deadline - now)
         if pause <= 0:
             raise self._gone(server, failure) from failure
         ended.wait(pause)
@@ -331,7 +307,7 @@ class RolloutClient:
             ValueError: if one has another sink or window than the training, or too few positions.
         """
         for server in self.servers:
-            facts = self.facts(server)
+            facts = self._facts(server)
             if (facts.sink, facts.window) != (sizes.sink, sizes.window):
                 raise ValueError(
                     f"the rollout server at {server.url} mixes with sink {facts.sink} and window "
@@ -345,30 +321,21 @@ class RolloutClient:
                     f"--max-positions {positions}"
                 )
 
-    def facts(self, server: Connection) -> EngineFacts:
+    def _facts(self, server: Connection) -> EngineFacts:
         """Ask what engine ``server`` has, for as long as the patience lasts."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
-                return server.facts()
+                answer = server.exchange("GET", "/health")
+                return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
+            except KeyError as error:
+                raise ValueError(
+                    f"{server.url} is not a rollout server: its /health has no {error}"
+                ) from None
             except Failure as failure:
                 if time.monotonic() > deadline:
                     raise self._gone(server, failure) from failure
-                time.sleep(FIRST_PAUSE)
-
-
-@dataclass
-class _Job:
-    """One rollout: what to sample, the chunks of rows that nobody samples, what has arrived."""
-
-    rows: Rows
-    sampling: SamplingParams
-    eos_ids: list[int]
-    alpha_LH: Tensor
-    version: str
-    chunks: SimpleQueue[list[int]] = field(default_factory=SimpleQueue)
-    arrived: SimpleQueue[tuple[int, Sample] | Exception] = field(default_factory=SimpleQueue)
-    ended: threading.Event = field(default_factory=threading.Event)
+                time.sleep(RETRY_SECONDS)
 
 
 # --- the server
@@ -395,23 +362,15 @@ class RolloutServer(ThreadingHTTPServer):
             raise ValueError(
                 f"cannot listen at {host}:{port} ({error.strerror}): choose another --port"
             ) from error
-        self.local = _is_local(str(self.server_address[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what went wrong, unless the client is gone or too slow."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+        """Print what went wrong, unless the client is gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-class _Refused(Exception):
-    """A request that gets this status and sentence."""
+class _Refused(ValueError):
+    """A request that gets another status than 400."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -422,107 +381,62 @@ class _Handler(BaseHTTPRequestHandler):
     server: RolloutServer
     timeout = SILENCE_SECONDS  # of each read and write
 
-    def setup(self) -> None:
-        super().setup()
-        self.late = False
-        self.deadline = threading.Timer(REQUEST_SECONDS, self._end_of_request)
-        self.deadline.daemon = True
-        self.deadline.start()
-
-    def finish(self) -> None:
-        self.deadline.cancel()
-        super().finish()
-
-    def _end_of_request(self) -> None:
-        """Let whoever waits for the rest of the request read its end."""
-        self.late = True
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RD)
-
     def log_message(self, format: str, *args: Any) -> None:
         """Print no line per request."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what http.server itself refuses in the form of all other answers."""
+        """Answer as JSON, also what http.server itself refuses."""
         self.request_version = self.protocol_version  # before one is read it answers as HTTP/0.9
-        self._refuse(408 if self.late else code, message or self.responses[code][0])
-
-    def do_GET(self) -> None:
-        self._serve({"/health": self._health})
-
-    def do_POST(self) -> None:
-        self._serve({"/gates": self._set_gates, "/sample": self._sample})
-
-    def _serve(self, pages: dict[str, Any]) -> None:
-        try:
-            self._check_sender()
-            if self.path not in pages:
-                raise _Refused(404, f"no such page: {self.path}")
-            answer = pages[self.path]()
-        except _Refused as refused:
-            self._refuse(refused.status, str(refused))
-        except ConnectionError:
-            pass  # the client is gone; it will ask again
-        except ValueError as error:
-            self._refuse(400, str(error))
-        except Exception as error:
-            traceback.print_exc()  # for the operator of the server; the client tries again
-            self._answer(500, {"error": f"{type(error).__name__}: {error}"})
-        else:
-            self._answer(200, answer)
-
-    def _check_sender(self) -> None:
-        """Refuse web pages, and at localhost any name that a web page may have rebound to it."""
-        if self.late:
-            raise _Refused(408, f"the request did not arrive within {REQUEST_SECONDS:g} s")
-        if "Origin" in self.headers:
-            raise _Refused(403, "requests of web pages are not answered")
-        try:
-            named = urlsplit("//" + self.headers.get("Host", "localhost")).hostname or ""
-        except ValueError:
-            named = ""
-        if self.server.local and not _is_local(named):
-            raise _Refused(403, "this server listens at localhost and is not known by another name")
-
-    def _read_json(self) -> Any:
-        """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
-        if self.headers.get_content_type() != "application/json":
-            raise _Refused(415, "the body must be JSON, with Content-Type: application/json")
-        lengths = self.headers.get_all("Content-Length", [])
-        if not lengths or "Transfer-Encoding" in self.headers:
-            raise _Refused(411, "the length of the body must be given as Content-Length")
-        text = lengths[0].strip()
-        if len(lengths) > 1 or not (text.isascii() and text.isdigit()):
-            found = ascii(", ".join(lengths))[:40]
-            raise _Refused(400, f"Content-Length must be one whole number, got {found}")
-        if len(text) > 12 or int(text) > MOST_BYTES:
-            raise _Refused(413, f"the body may have {MOST_BYTES} bytes: send fewer rows at once")
-        try:
-            body = self.rfile.read(int(text))
-        except TimeoutError:
-            body = b""
-            self.late = True
-        if len(body) < int(text):
-            if self.late:
-                raise _Refused(408, f"the body of {text} bytes did not arrive in time")
-            raise _Refused(400, f"the body ends after {len(body)} of {text} bytes")
-        self.deadline.cancel()
-        try:
-            return json.loads(body, parse_constant=_no_number)
-        except RecursionError:
-            raise ValueError("the body is nested too deeply") from None
-        except ValueError as error:
-            raise ValueError(f"the body is not JSON: {error}") from None
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer, and read on for a moment: closing with unread bytes would lose the answer."""
         with suppress(OSError):
-            self._answer(status, {"error": message})
+            self._answer(code, {"error": message or self.responses[code][0]})
+            # read on for a moment: closing with unread bytes would lose the answer
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(1)
             end = time.monotonic() + 2
             while time.monotonic() < end and self.rfile.read1(1 << 16):
                 pass
+
+    def do_GET(self) -> None:
+        self._serve("/health", self._health)
+
+    def do_POST(self) -> None:
+        self._serve("/sample", self._sample)
+
+    def _serve(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
+        try:
+            if "Origin" in self.headers:
+                raise _Refused(403, "requests of web pages are not answered")
+            if self.path != path:
+                raise _Refused(404, f"no such page: {self.path}")
+            content = answer()
+        except (ConnectionError, TimeoutError):
+            pass  # the client is gone; it will ask again
+        except ValueError as error:
+            self.send_error(getattr(error, "status", 400), str(error))
+        except Exception as error:
+            traceback.print_exc()  # for the operator of the server; the client tries again
+            self._answer(500, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            self._answer(200, content)
+
+    def _read_json(self) -> Any:
+        """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
+        if self.headers.get_content_type() != "application/json":
+            raise _Refused(415, "the body must be JSON, with Content-Type: application/json")
+        length = self.headers.get("Content-Length", "").strip()
+        if not (length.isascii() and length.isdigit()):
+            raise _Refused(411, "the length of the body must be given as Content-Length")
+        if len(length) > 12 or int(length) > MOST_BYTES:
+            raise _Refused(413, f"the body may have {MOST_BYTES} bytes: send fewer rows at once")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ValueError(f"the body ends after {len(body)} of {length} bytes")
+        try:
+            return json.loads(body)
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        except ValueError as error:
+            raise ValueError(f"the body is not JSON: {error}") from None
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode() + b"\n"
@@ -536,18 +450,12 @@ class _Handler(BaseHTTPRequestHandler):
         busy = self.server.engine_lock.locked()
         return {**asdict(self.server.facts), "version": self.server.version, "busy": busy}
 
-    def _set_gates(self) -> dict[str, Any]:
-        alpha_LH = read_gates(self._read_json(), self.server.facts)
-        with self.server.engine_lock:
-            self.server.version = self.server.engine.set_gates(alpha_LH)
-        return {"version": self.server.version}
-
     def _sample(self) -> dict[str, Any]:
-        version, asked = read_request(self._read_json(), self.server.facts)
+        alpha_LH, asked = read_request(self._read_json(), self.server.facts)
         made: dict[int, Sample] = {}
         with self.server.engine_lock:
-            if self.server.version != version:
-                raise _Refused(409, f"its gates are {self.server.version}, not {version}")
+            if self.server.version != gate_version(alpha_LH):
+                self.server.version = self.server.engine.set_gates(alpha_LH)
             # closed when the client is gone: the engine must be free when it asks again
             with closing(self.server.engine.sample(*asked)) as samples:  # type: ignore[type-var]
                 for index, sample in samples:
@@ -559,7 +467,3 @@ class _Handler(BaseHTTPRequestHandler):
         """Raise ConnectionError if the client has closed the connection."""
         if wait([self.connection], timeout=0) and not self.connection.recv(1, socket.MSG_PEEK):
             raise ConnectionError("the client is gone")
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")

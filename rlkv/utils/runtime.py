@@ -1,4 +1,4 @@
-"""Where a result file comes from: versions, hardware, command; and what a process has."""
+"""Origins of a result file: versions, hardware, command; and what a process has."""
 
 from __future__ import annotations
 
@@ -147,9 +147,8 @@ def commit() -> str | None:
 def provenance() -> dict[str, Any]:
     """Return what a result file carries in addition to its numbers and its configuration."""
     program = Path(sys.argv[0]).resolve()
-    named = [
-        program.name
-    ]  # where it is installed says nothing; where in the repository it lies does
+    # where it is installed says nothing; where in the repository it lies does
+    named = [program.name]
     if program.suffix == ".py":
         is_own = program.is_relative_to(ROOT)
         named = ["python", str(program.relative_to(ROOT)) if is_own else program.name]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import reprlib
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,6 @@ from rlkv.utils.files import (
 
 Row = dict[str, Any]
 MOST_NAMED = 8  # differences that a refusal lists
-SHORT = 48  # characters up to which it shows values
 ABSENT = object()
 ROW_BEGIN = b'{"'
 LOCK = ".lock"  # in the folder of a run
@@ -98,7 +98,6 @@ def open_store(
     key: Sequence[str],
     recorded: dict[str, Any] | None = None,
     keep_rows: bool = True,
-    fresh: bool = False,
 ) -> Iterator[ResultStore]:
     """Start or resume the file, for this process alone.
 
@@ -110,7 +109,6 @@ def open_store(
         key: fields that make a row unique.
         recorded: written next to the settings by the first run, never compared.
         keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
-        fresh: drop the rows of an earlier run, whatever its settings.
 
     Raises:
         ValueError: if the file was not written by a job like this one, the rows were made with
@@ -123,8 +121,6 @@ def open_store(
     descriptor = _open_locked(path)
     is_new = not os.fstat(descriptor).st_size and not settings_path(path).exists()
     try:
-        if fresh:
-            os.ftruncate(descriptor, 0)
         holds_rows = os.fstat(descriptor).st_size > 0
         if holds_rows:
             check_settings(path, settings)
@@ -166,20 +162,6 @@ def check_output(path: Path) -> None:
         )
 
 
-def read_store(path: Path, key: Sequence[str], settings: dict[str, Any] | None = None) -> list[Row]:
-    """Return the rows of a file that is not written to, made with ``settings`` if given.
-
-    Raises:
-        ValueError: as :func:`open_store`.
-    """
-    with path.open("rb") as file:
-        _lock(file.fileno(), path, fcntl.LOCK_SH)
-        rows = list(iter_rows(path, key))
-        if settings is not None and rows:
-            check_settings(path, settings)
-        return rows
-
-
 def iter_rows(path: Path, key: Sequence[str]) -> Iterator[Row]:
     """Yield the rows one by one; a torn last line is left out.
 
@@ -213,10 +195,7 @@ def shard_file(folder: Path, name: str, shard: int, count: int) -> Path:
 
 
 def iter_shards(
-    folder: Path,
-    name: str,
-    key: Sequence[str],
-    settings: dict[str, Any] | None = None,
+    folder: Path, name: str, key: Sequence[str], settings: dict[str, Any] | None = None
 ) -> Iterator[Row]:
     """Yield the rows of all shards once each, one in memory at a time.
 
@@ -240,43 +219,36 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError, which names what differs, if the rows were made with other settings."""
     check_output(path)
     before = read_json(settings_path(path))["settings"]
-    changes = differences(before, json.loads(json.dumps(settings)))
+    changes = _differences(before, json.loads(json.dumps(settings)))
     if not changes:
         return
     names = ", ".join(list(changes)[:MOST_NAMED])
     if len(changes) > MOST_NAMED:
         names += f" and {len(changes) - MOST_NAMED} more"
-    values = ", ".join(text for text in list(changes.values())[:MOST_NAMED] if text)
+    values = ", ".join(list(changes.values())[:MOST_NAMED])
     raise ValueError(
-        f"{path} holds rows made with other settings ({names}){': ' if values else ''}{values}; "
-        "use the old ones, take another output folder, or remove this file to start over"
+        f"{path} holds rows made with other settings ({names}): {values}; use the old ones, take "
+        "another output folder, or remove this file to start over"
     )
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Map the names that differ, such as ``outer.inner``, to "... was 3 and is now 4".
-
-    The text is empty for long values.
-    """
+def _differences(before: Row, now: Row, prefix: str = "") -> dict[str, str]:
+    """Map the names that differ, such as "outer.inner", to "outer.inner was 3 and is now 4"."""
     found: dict[str, str] = {}
-    for name in sorted(before.keys() | now.keys()):
-        full_name = f"{prefix}{name}"
-        old = before.get(name, ABSENT)
-        new = now.get(name, ABSENT)
-        if old == new:
-            continue
+    for key in sorted(before.keys() | now.keys()):
+        name = f"{prefix}{key}"
+        old = before.get(key, ABSENT)
+        new = now.get(key, ABSENT)
         if isinstance(old, dict) and isinstance(new, dict):
-            found |= differences(old, new, f"{full_name}.")
-            continue
-        values = ["absent" if value is ABSENT else json.dumps(value) for value in (old, new)]
-        is_short = max(map(len, values)) <= SHORT
-        text = f"{full_name} was {values[0]} and is now {values[1]}"
-        found[full_name] = text if is_short else ""
+            found |= _differences(old, new, f"{name}.")
+        elif old != new:
+            shown = ["absent" if value is ABSENT else reprlib.repr(value) for value in (old, new)]
+            found[name] = f"{name} was {shown[0]} and is now {shown[1]}"
     return found
 
 
 def _is_noted(path: Path) -> bool:
-    """Whether the file holds settings as :func:`open_store` writes them."""
+    """Return whether the file holds settings as :func:`open_store` writes them."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlkv import tiny
+from rlkv.cache import CacheSettings
 from rlkv.cli.infer import DIM, NORMAL, ThinkingStream, main
 from rlkv.eviction import TOVA
 from rlkv.gates.allocation import HeadAllocation
@@ -384,7 +385,8 @@ def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
 def test_a_chat_evicts_from_turn_to_turn() -> None:
     model, tokenizer = tiny.load()
     allocation = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
-    engine = InferenceEngine(model, tokenizer, allocation, eviction=TOVA(budget=20, buffer=4))
+    settings = CacheSettings(eviction=TOVA(budget=20, buffer=4))
+    engine = InferenceEngine(model, tokenizer, allocation, settings)
     chat = Chat(engine, SamplingParams(max_new_tokens=40))
     for _ in range(3):
         reply = chat.say(PROBLEM)

@@ -31,7 +31,7 @@ def report(folder: Path) -> dict:
 
 
 def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    done = warm.run(["-m", "tests.helpers.filter_kill_driver", tmp_path, KILLS], ROOT)
+    done = warm.run(["-m", "tests.helpers.kill_driver", "filter", tmp_path, KILLS], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS, "every counted kill hit a running job"

@@ -14,13 +14,7 @@ import torch
 import yaml
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.gates.publish import (
-    model_card,
-    plot_gates,
-    plot_histogram,
-    push_gates,
-    without_path,
-)
+from rlkv.gates.publish import model_card, plot_gates, plot_histogram, push_gates, without_path
 from tests.helpers.fake_hub import COMMIT, REPO, FakeHub, run_with_hub, serve
 from tests.helpers.gates import make_gates
 

@@ -10,7 +10,7 @@ from tests.helpers.paths import ROOT
 
 
 def printed(program: str, label: str, seconds: int = 280, **environment: str) -> list[str]:
-    """What ``tests.helpers.<program>`` prints after ``label``, line by line.
+    """Return what ``tests.helpers.<program>`` prints after ``label``, line by line.
 
     Args:
         seconds: that it may take.

@@ -41,7 +41,7 @@ class Served:
     gates_path: Path
 
     def request(self, sparsity: float, **settings: Any) -> dict[str, Any]:
-        """What ``additional_config`` holds."""
+        """Return what ``additional_config`` holds."""
         return {"rlkv": {"gates": str(self.gates_path), "sparsity": sparsity, **settings}}
 
     def allocation(self, sparsity: float) -> HeadAllocation:
@@ -52,12 +52,8 @@ def make_served(
     folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any
 ) -> Served:
     """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates."""
-    sizes = {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": 256,
-        "head_dim": HEAD_SIZE,
-        "max_position_embeddings": 2048,
-    }
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": HEAD_SIZE}
+    sizes["max_position_embeddings"] = 2048
     model = make_tiny_model(family, **{**sizes, **overrides})
     path = folder / family
     path.mkdir(parents=True)
@@ -85,7 +81,7 @@ class EngineKey:
         family: of the model (:mod:`tests.helpers.models`).
         sparsity: None: rlkv is not asked for.
         settings: further ones of head reallocation.
-            options: of the engine.
+        options: of the engine.
         model: overrides of the model's config, and ``alpha``, the gates.
     """
 
@@ -113,6 +109,7 @@ SMALL = {
 }
 NEITHER = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
 ODD = {"num_attention_heads": 12, "hidden_size": 384}
+LORA_MODULES = {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}
 ENGINES = {
     "sinks": EngineKey(sparsity=0.6, options={**SMALL, "num_gpu_blocks_override": 56}),
     "rkv": EngineKey(settings={"eviction": RKV}, options={**SMALL, "num_gpu_blocks_override": 46}),
@@ -134,13 +131,7 @@ ENGINES = {
         model={**ODD, "alpha": NEITHER},
     ),
     "compiled": EngineKey(sparsity=0.6, options={"enforce_eager": False}),
-    "lora": EngineKey(
-        options={
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "lora_target_modules": ["gate_proj", "up_proj", "down_proj"],
-        }
-    ),
+    "lora": EngineKey(options={"enable_lora": True, "max_lora_rank": 8, **LORA_MODULES}),
     "stock": EngineKey(sparsity=None),
     # of `make test-vllm-slow`
     "full cache": EngineKey(sparsity=0.0),
@@ -254,9 +245,8 @@ def reference_logits(
     model: PreTrainedModel, prompt: list[int], tokens: list[int], sizes: dict[str, Any]
 ) -> torch.Tensor:
     """``[tokens, vocabulary]``: the logits that each of ``tokens`` was chosen from."""
-    if sizes["prefill"] == "local" and not sizes.get(
-        "protect_prompt"
-    ):  # how a text is cut into calls changes nothing
+    # where compressible heads read locally, how a text is cut into calls changes nothing
+    if sizes["prefill"] == "local" and not sizes.get("protect_prompt"):
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     read = model(torch.tensor([prompt]))
     logits, cache = [read.logits[0, -1]], read.past_key_values
@@ -290,13 +280,8 @@ def check_equal(
                 logits = reference_logits(served.model, prompt, tokens, sizes)
                 if greedy:
                     short = logits.amax(-1) - logits[torch.arange(len(tokens)), tokens]
-                    differing, gaps = (
-                        (short > TIE).nonzero()[:, 0].tolist(),
-                        short[short > TIE].tolist(),
-                    )
-                    assert not differing, (
-                        f"prompt of {len(prompt)} tokens: other tokens at {differing}, by {gaps}"
-                    )
+                    differing = (short > TIE).nonzero()[:, 0].tolist()
+                    assert not differing, f"prompt of {len(prompt)} tokens: others at {differing}"
                 expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
                 found = torch.tensor(
                     [row[t].logprob for row, t in zip(completion.logprobs, tokens, strict=True)]
@@ -317,12 +302,11 @@ def block_manager(llm: Any) -> Any:
 def held_blocks(llm: Any) -> int:
     """Blocks of all requests now."""
     managers = block_manager(llm).coordinator.single_type_managers
-    return sum(
-        not block.is_null
-        for one in managers
-        for blocks in one.req_to_blocks.values()
-        for block in blocks
-    )
+    held = 0
+    for manager in managers:
+        for blocks in manager.req_to_blocks.values():
+            held += sum(not block.is_null for block in blocks)
+    return held
 
 
 def watch_preemptions(llm: Any) -> list[str]:
@@ -330,10 +314,12 @@ def watch_preemptions(llm: Any) -> list[str]:
     preempted: list[str] = []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     original = scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *args, **kw: (
-        preempted.append(request.request_id),
-        original(request, *args, **kw),
-    )[1]
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
     return preempted
 
 

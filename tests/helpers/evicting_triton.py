@@ -9,26 +9,23 @@ metadata of the first, whose numbers change in place.
 # ruff: noqa: I001  (the switch comes first)
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from tests.helpers.interpreted import fake_config
+from tests.helpers import interpreted
+from tests.helpers.interpreted import GROUPS, IN_BLOCK, KV_HEADS, QUERY_HEADS, SIZE
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.eviction import make_policy
 from rlkv.vllm.packing import BufferDemand
-from rlkv.vllm.evicting import Eviction
 from rlkv.vllm.evicting import (
+    Eviction,
     EvictingTorchBuilder,
     EvictingTorchImpl,
     EvictingTritonBuilder,
     EvictingTritonImpl,
 )
 
-KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = 0.25  # not 1 / sqrt(SIZE): policies want it scaled
 POLICY = make_policy("rkv", budget=20, buffer=12)
 DEMAND = BufferDemand.of(POLICY, IN_BLOCK, GROUPS)
@@ -47,26 +44,15 @@ class Side:
         blocks = ROWS * DEMAND.compressible(DEMAND.capacity) + 1
         self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
         self.cache[0] = 0  # the null block
-        self.impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
-        one = torch.ones(())
-        self.layer = SimpleNamespace(
-            impl=self.impl,
-            kv_cache=self.cache,
-            kept=Eviction(POLICY, DEMAND),
-            _q_scale=one,
-            _k_scale=one,
-            _v_scale=one,
+        self.impl = interpreted.make_implementation(implementation, SCALE)
+        self.layer = interpreted.make_layer(
+            self.impl, kv_cache=self.cache, kept=Eviction(POLICY, DEMAND)
         )
-        spec = FullAttentionSpec(
-            block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype
-        )
-        config = fake_config(self.layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 256)
-        self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
-        self.captures, self.captured = captures, None
+        self.builder = interpreted.make_builder(builder, self.layer, 256, dtype)
+        self.captures = captures
+        self.captured: Any = None
 
-    def step(
-        self, common: CommonAttentionMetadata, query: Any, key: Any, value: Any
-    ) -> torch.Tensor:
+    def step(self, common: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
         found = torch.full_like(query, 7.0)
         metadata = self.builder.build(0, common)
         if self.captures and common.max_query_len == 1:
@@ -84,24 +70,19 @@ class Inputs:
         self.starts = torch.zeros(PADDED + 1, dtype=torch.int32)
         self.lengths = torch.zeros(PADDED, dtype=torch.int32)
 
-    def step(self, lengths: tuple[int, ...], queries: list[int]) -> CommonAttentionMetadata:
+    def step(self, lengths: tuple[int, ...], queries: list[int]) -> Any:
         """Padded rows and tokens where all decode, as for a graph of five; else as they are."""
-        decoding, tokens = max(queries) == 1, sum(queries)
+        decoding = max(queries) == 1
         rows = PADDED if decoding else ROWS
+        tokens = sum(queries)
         self.starts[: ROWS + 1] = torch.tensor([0, *queries]).cumsum(0)
         self.starts[ROWS + 1 :] = tokens
         self.lengths[:ROWS] = torch.tensor(lengths)
-        return CommonAttentionMetadata(
-            query_start_loc=self.starts[: rows + 1],
-            query_start_loc_cpu=self.starts[: rows + 1].clone(),
-            seq_lens=self.lengths[:rows],
-            seq_lens_cpu_upper_bound=self.lengths[:rows].clone(),
-            num_reqs=rows,
-            num_actual_tokens=PADDED if decoding else tokens,
-            max_query_len=max(queries),
-            max_seq_len=max(lengths),
-            block_table_tensor=self.table[:rows],
-            slot_mapping=torch.full((PADDED if decoding else tokens,), -1, dtype=torch.int64),
+        return interpreted.step_metadata(
+            self.table[:rows],
+            self.starts[: rows + 1],
+            self.lengths[:rows],
+            PADDED if decoding else tokens,
         )
 
 
@@ -121,7 +102,7 @@ def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
         tokens = sum(queries)
         query, key, value = (
             torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator).to(dtype)
-            for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
+            for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
         )
         expected, *others = (
             side.step(inputs.step(lengths, queries), query, key, value)[:tokens] for side in sides

@@ -10,7 +10,7 @@ import pytest
 
 
 def exit_code(main: Callable[[], None], *words: object) -> int:
-    """What ``main`` exits with for these words of a command line, the name of the program first."""
+    """Return what ``main`` exits with; the first word is the name of the program."""
     with (
         mock.patch.object(sys, "argv", list(map(str, words))),
         pytest.raises(SystemExit) as stopped,

@@ -53,15 +53,13 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             hub.requests.append(f"{self.command} {self.path}")
             if self.path.startswith(f"/api/models/{REPO}/") and hub.folder:
                 return self.send(self.listing())
-            repo, _, name = self.path.replace(f"/resolve/{COMMIT}/", "/resolve/main/").partition(
-                "/resolve/main/"
-            )
+            asked = self.path.replace(COMMIT, "main")
+            repo, _, name = asked.partition("/resolve/main/")
             path = hub.folder / name if hub.folder and repo == f"/{REPO}" and name else None
             if path is None or not path.is_file():
                 named = repo.rpartition("-")[2]
-                self.send_response(
-                    404 if hub.folder else int(named) if named.isdigit() else hub.status
-                )
+                status = int(named) if named.isdigit() else hub.status
+                self.send_response(404 if hub.folder else status)
                 if hub.folder and path is not None:
                     self.send_header("X-Error-Code", "EntryNotFound")
                 self.send_header("Content-Length", "0")
@@ -81,20 +79,13 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             assert hub.folder is not None
             files = sorted(hub.folder.iterdir())
             if "/tree/" in self.path:
-                return [
-                    {
-                        "type": "file",
-                        "path": file.name,
-                        "size": file.stat().st_size,
-                        "oid": file.name,
-                    }
-                    for file in files
-                ]
-            return {
-                "id": REPO,
-                "sha": COMMIT,
-                "siblings": [{"rfilename": file.name} for file in files],
-            }
+                tree = []
+                for file in files:
+                    size = file.stat().st_size
+                    tree.append({"type": "file", "path": file.name, "size": size, "oid": file.name})
+                return tree
+            siblings = [{"rfilename": file.name} for file in files]
+            return {"id": REPO, "sha": COMMIT, "siblings": siblings}
 
         def do_POST(self) -> None:
             hub.requests.append(f"{self.command} {self.path}")
@@ -108,12 +99,9 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             if self.path == "/api/validate-yaml":
                 return self.send({"errors": [], "warnings": []})
             if self.path == f"/api/models/{REPO}/preupload/main":
+                regular = {"uploadMode": "regular", "shouldIgnore": False}
                 asked = json.loads(body)["files"]
-                files = [
-                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for f in asked
-                ]
-                return self.send({"files": files})
+                return self.send({"files": [{"path": file["path"], **regular} for file in asked]})
             assert self.path == f"/api/models/{REPO}/commit/main"
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -151,23 +139,12 @@ def run_with_hub(
 
     The hub's client reads its address at import, hence the process of its own.
     """
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_"))
-    }
-    environment |= {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "PYTHONPATH": str(ROOT),
-        "no_proxy": "127.0.0.1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment |= {"no_proxy": "127.0.0.1", **variables}
+    for name, value in os.environ.items():
+        if not name.startswith(("HF_", "TRANSFORMERS_", "HUGGINGFACE_")):
+            environment.setdefault(name, value)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

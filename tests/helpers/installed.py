@@ -13,11 +13,7 @@ CPU_BUILD = f"{GPU_BUILD}+cpu"
 
 
 def pretend_vllm(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """As if the package ``vllm`` of version ``found`` were installed, and no other build; None:
-    none at all.
-
-    There is no GPU, whatever this machine has.
-    """
+    """Act as if ``vllm`` of version ``found`` (None: none) were installed, and no GPU."""
 
     def version(name: str) -> str:
         if found is None or name != "vllm":

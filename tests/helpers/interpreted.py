@@ -30,31 +30,43 @@ for name in [
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-torch.cuda.get_device_capability = lambda device=None: (
-    9,
-    0,
-)  # some kernels choose their number of warps by it
+# some kernels choose their number of warps by it
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+# of the layer that all paths are compared on
+KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
+QUERY_HEADS = KV_HEADS * GROUPS
 
 
-def fake_config(
-    layer: object,
-    query_heads: int,
-    kv_heads: int,
-    size: int,
+def make_implementation(kind: Any, scale: float) -> Any:
+    return kind(QUERY_HEADS, SIZE, scale, KV_HEADS, None, None, "auto")
+
+
+def make_layer(implementation: Any, **others: Any) -> SimpleNamespace:
+    one = torch.ones(())
+    return SimpleNamespace(impl=implementation, _q_scale=one, _k_scale=one, _v_scale=one, **others)
+
+
+def make_builder(
+    kind: Any,
+    layer: Any,
     tokens: int,
+    dtype: torch.dtype = torch.float32,
     rswa_window: int | None = None,
 ) -> Any:
-    """Make what builders of metadata read of an engine's configuration, for one layer."""
+    """Make a builder of metadata, with what it reads of an engine's configuration."""
     model = SimpleNamespace(
-        get_num_attention_heads=lambda parallel: query_heads,
-        get_num_kv_heads=lambda parallel: kv_heads,
-        get_head_size=lambda: size,
+        get_num_attention_heads=lambda parallel: QUERY_HEADS,
+        get_num_kv_heads=lambda parallel: KV_HEADS,
+        get_head_size=lambda: SIZE,
         rswa_window=rswa_window,
         model_arch_config=SimpleNamespace(rswa_window=rswa_window),
         max_model_len=tokens,
     )
-    return SimpleNamespace(
+    config = SimpleNamespace(
         model_config=model,
         parallel_config=None,
         additional_config={},
@@ -64,4 +76,25 @@ def fake_config(
             static_forward_context={"layer": layer},
             cudagraph_capture_sizes=None,
         ),
+    )
+    sizes = {"block_size": IN_BLOCK, "num_kv_heads": KV_HEADS, "head_size": SIZE}
+    return kind(FullAttentionSpec(**sizes, dtype=dtype), ["layer"], config, torch.device("cpu"))
+
+
+def step_metadata(
+    table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: int, **others: Any
+) -> CommonAttentionMetadata:
+    """Make what the engine says about a step of so many tokens, none of which is stored."""
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        num_reqs=len(lengths),
+        num_actual_tokens=tokens,
+        max_query_len=int(starts.diff().max()),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64),
+        **others,
     )

@@ -9,14 +9,11 @@ and with protected prompts.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
-from tests.helpers.interpreted import fake_config
+from tests.helpers import interpreted
+from tests.helpers.interpreted import IN_BLOCK, KV_HEADS, QUERY_HEADS, SIZE
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.backends import (
     LocalTorchBuilder,
@@ -27,7 +24,6 @@ from rlkv.vllm.backends import (
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import QUERIES_AT_ONCE, GapRules, Writes
 
-KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
 DEMAND = SinkWindowDemand(IN_BLOCK, 20, 40)
 # (queries, tokens, tokens of the prompt) of each request
@@ -37,23 +33,6 @@ STEPS = [
     [(130, 130, 80), (33, 33, 33), (1, 64, 63), (100, 100, 20)],
     [(1, 150, 30), (129, 129, 129)],  # cut into pieces of at most 128 queries
 ]
-
-
-def builder_of(kind: Any, layer: Any, full_prefill: bool, protect: bool) -> Any:
-    layer.kept = GapRules(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
-    # as in an engine whose builders were made after prompt lengths had been asked for
-    config = fake_config(
-        layer,
-        KV_HEADS * GROUPS,
-        KV_HEADS,
-        SIZE,
-        512,
-        rswa_window=512 if full_prefill or protect else None,
-    )
-    spec = FullAttentionSpec(
-        block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32
-    )
-    return kind(spec, ["layer"], config, torch.device("cpu"))
 
 
 def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: bool) -> float:
@@ -69,49 +48,41 @@ def error_of(requests: list[tuple[int, int, int]], full_prefill: bool, protect: 
         key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
         keys.append(key[-queries:])
         values.append(value[-queries:])
-        if not (
-            full_prefill and length == prompt > QUERIES_AT_ONCE
-        ):  # such a prompt reads no block: leave NaN
+        # a prompt that is read in full at once reads no block: leave NaN
+        if not (full_prefill and length == prompt > QUERIES_AT_ONCE):
             Writes.of(own[order // IN_BLOCK] * IN_BLOCK + order % IN_BLOCK).store(key, value, cache)
         outside = max(0, length - queries - DEMAND.window + 1) // IN_BLOCK
         kept = DEMAND.full(max(DEMAND.sink, prompt) if protect else DEMAND.sink)
         own[kept : max(outside, kept)] = 0  # given back by now
         table[row, :count] = own
     starts = torch.tensor([0] + [queries for queries, _, _ in requests] + [0]).cumsum(0).int()
-    lengths = torch.tensor(
-        [length for _, length, _ in requests] + [0], dtype=torch.int32
-    )  # and a row of padding
+    # and a row of padding, which the newer runner states no prompt for
+    lengths = torch.tensor([length for _, length, _ in requests] + [0], dtype=torch.int32)
     table = torch.cat([table, table[:1] * 0])
-    prompts = torch.tensor(
-        [prompt for _, _, prompt in requests]
-    )  # without padding, as the newer runner states them
+    prompts = torch.tensor([prompt for _, _, prompt in requests])
+    prefilling = [length - queries < prompt for queries, length, prompt in requests]
     tokens = int(starts[-1])
-    query = torch.randn(tokens, KV_HEADS * GROUPS, SIZE, generator=generator)
-    one = torch.ones(())
+    query = torch.randn(tokens, QUERY_HEADS, SIZE, generator=generator)
+    rules = GapRules(replace(DEMAND, protect_prompt=protect), 512, full_prefill)
+    # as in an engine whose builders were made after prompt lengths had been asked for
+    rswa_window = 512 if full_prefill or protect else None
     found = []
     for kind, implementation in (
         (LocalTorchBuilder, LocalTorchImpl),
         (LocalTritonBuilder, LocalTritonImpl),
     ):
-        impl = implementation(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
-        layer = SimpleNamespace(impl=impl, kv_cache=cache, _q_scale=one, _k_scale=one, _v_scale=one)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=lengths,
-            seq_lens_cpu_upper_bound=lengths,
-            num_reqs=len(requests) + 1,
-            num_actual_tokens=tokens,
-            max_query_len=max(queries for queries, _, _ in requests),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=table,
-            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        impl = interpreted.make_implementation(implementation, SCALE)
+        layer = interpreted.make_layer(impl, kv_cache=cache, kept=rules)
+        common = interpreted.step_metadata(
+            table,
+            starts,
+            lengths,
+            tokens,
             rswa_prefix_lens=prompts,
-            is_prefilling=torch.tensor(
-                [length - queries < prompt for queries, length, prompt in requests] + [False]
-            ),
+            is_prefilling=torch.tensor([*prefilling, False]),
         )
-        metadata = builder_of(kind, layer, full_prefill, protect).build(0, common)
+        builder = interpreted.make_builder(kind, layer, 512, rswa_window=rswa_window)
+        metadata = builder.build(0, common)
         found.append(torch.full_like(query, 7.0))
         impl.forward(layer, query, torch.cat(keys), torch.cat(values), cache, metadata, found[-1])
     assert found[0].isfinite().all()

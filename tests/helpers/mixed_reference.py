@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 
 def full_mask(real: torch.Tensor) -> torch.Tensor:
-    """What a full head sees: bool ``[B, T, T]`` (query, key); ``real`` ``[B, T]``: no padding."""
+    """Return what a full head sees: bool ``[B, T, T]`` (query, key); ``real`` ``[B, T]``."""
     order = torch.arange(real.shape[1])
     return real[:, None, :] & (order[None, :] <= order[:, None])
 
@@ -26,7 +26,7 @@ def local_mask(
     window: int,
     call_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a compressible head sees: bool ``[B, T, T]`` (query, key).
+    """Return what a compressible head sees: bool ``[B, T, T]`` (query, key).
 
     Query i sees key j <= i if j is one of its row's first ``sink`` real tokens, if ``i - j <
     window``, or if ``j >= call_start[i]``.

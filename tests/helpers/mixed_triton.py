@@ -6,19 +6,17 @@ Builder and implementation are the real ones.
 # ruff: noqa: I001  (the switch comes first)
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
-from tests.helpers.interpreted import fake_config
+from tests.helpers import interpreted
+from tests.helpers.interpreted import IN_BLOCK, KV_HEADS, QUERY_HEADS, SIZE
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import MixedTritonBuilder, MixedTritonImpl
 from rlkv.vllm.paged import Writes, paged_mixed_attention, plan_mixed_reads
 
-KV_HEADS, GROUPS, SIZE, IN_BLOCK = 2, 3, 32, 16
 SCALE = SIZE**-0.5
 SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
 STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks next to it
@@ -28,16 +26,8 @@ STEPS = (  # (queries, tokens) per request: decoding only, and prompts in chunks
 )
 
 
-def make_builder(layer: object) -> MixedTritonBuilder:
-    config = fake_config(layer, KV_HEADS * GROUPS, KV_HEADS, SIZE, 320)
-    spec = FullAttentionSpec(
-        block_size=IN_BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32
-    )
-    return MixedTritonBuilder(spec, ["layer"], config, torch.device("cpu"))
-
-
 def error_of(
-    requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: object
+    requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: Any
 ) -> float:
     """Largest difference from the torch path, on a step of these requests."""
     generator = torch.Generator().manual_seed(len(requests))
@@ -56,18 +46,8 @@ def error_of(
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]).int()
     lengths = torch.tensor([length for _, length in requests], dtype=torch.int32)
     tokens = int(starts[-1])
-    query = torch.randn(tokens, KV_HEADS * GROUPS, SIZE, generator=generator)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lengths,
-        num_reqs=len(requests),
-        num_actual_tokens=tokens,
-        max_query_len=int(queries.max()),
-        max_seq_len=int(lengths.max()),
-        block_table_tensor=table,
-        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
-    )
+    query = torch.randn(tokens, QUERY_HEADS, SIZE, generator=generator)
+    common = interpreted.step_metadata(table, starts, lengths, tokens)
     found = torch.full((tokens + 2, *query.shape[1:]), 7.0)  # two rows of padding
     padded = torch.cat([query, torch.zeros(2, *query.shape[1:])])
     layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
@@ -80,13 +60,10 @@ def error_of(
 
 def main() -> None:
     alpha = torch.tensor([0.3, 1.0])
-    impl = MixedTritonImpl(KV_HEADS * GROUPS, SIZE, SCALE, KV_HEADS, None, None, "auto")
+    impl = interpreted.make_implementation(MixedTritonImpl, SCALE)
     impl.attach(alpha, SIZES)
-    one = torch.ones(())
-    layer = SimpleNamespace(impl=impl, _q_scale=one, _k_scale=one, _v_scale=one)
-    builder = make_builder(layer)
+    layer = interpreted.make_layer(impl)
+    builder = interpreted.make_builder(MixedTritonBuilder, layer, 320)
     print("mixed", max(error_of(step, alpha, builder, layer) for step in STEPS))
-    alpha.copy_(
-        torch.tensor([0.9, 0.0])
-    )  # in place: builder and implementation read the same numbers
+    alpha.copy_(torch.tensor([0.9, 0.0]))  # in place: builder and implementation read it
     print("mixed", error_of(STEPS[0], alpha, builder, layer))

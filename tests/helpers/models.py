@@ -45,14 +45,8 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 # options of rlkv-bench for a model of toy size
-TOY_LLAMA: dict[str, Any] = {
-    "layers": 2,
-    "hidden": 32,
-    "intermediate": 85,
-    "query_heads": 4,
-    "kv_heads": 2,
-}
-TOY_LLAMA |= {"head_dim": 8, "vocabulary": 32}
+TOY_LLAMA: dict[str, Any] = {"layers": 2, "hidden": 32, "intermediate": 85, "query_heads": 4}
+TOY_LLAMA |= {"kv_heads": 2, "head_dim": 8, "vocabulary": 32}
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:

@@ -1,10 +1,7 @@
-"""Where things lie: the repository, its test helpers, and the data beside it that only some
-machines have.
-"""
+"""Places: the repository, and the data beside it that only some machines have."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ROOT / "tests" / "helpers"
 PUBLISHED_GATES = ROOT / "tests" / "data" / "gates"
 SHARED = ROOT.parent / "shared"

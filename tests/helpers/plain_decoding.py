@@ -22,17 +22,7 @@ def decode(
     batch_size: int = 100,
 ) -> tuple[list[Completion], list[bool]]:
     """Return greedy completions of ``problems`` and their verdicts, in the problems' order."""
-    engine = InferenceEngine(
-        model,
-        tokenizer,
-        allocation,
-        sink=cache.sink,
-        window=cache.window,
-        prefill=cache.prefill,
-        batch_size=batch_size,
-        eviction=cache.eviction,
-        protect_prompt=cache.protect_prompt,
-    )
+    engine = InferenceEngine(model, tokenizer, allocation, cache, batch_size)
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     completions, _ = engine.batch(prompts, SamplingParams(max_new_tokens))
     return completions, are_correct(

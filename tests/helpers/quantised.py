@@ -30,11 +30,7 @@ def _pack(numbers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -
     parts = numbers.to(torch.int64).unflatten(dim, (-1, 8)).unbind(dim + 1)
     packed = sum(parts[own] << (4 * place) for place, own in enumerate(order))
     assert isinstance(packed, Tensor)
-    return (
-        packed.to(torch.int32)
-        if int(packed.max()) < 2**31
-        else (packed - (packed >> 31 << 32)).to(torch.int32)
-    )
+    return (packed - (packed >> 31 << 32)).to(torch.int32)
 
 
 def _int8(weight: Tensor) -> dict[str, Tensor]:
@@ -80,34 +76,17 @@ def _fp8(weight: Tensor) -> dict[str, Tensor]:
 
 def _compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
-    common = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-    }
-    return {**common, "format": form, "config_groups": {"group_0": group}}
+    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return {**common, "ignore": ["lm_head"], "format": form, "config_groups": {"group_0": group}}
 
 
-_NUMBERS = {
-    "type": "int",
-    "num_bits": 4,
-    "symmetric": True,
-    "strategy": "group",
-    "group_size": GROUP,
-}
+_NUMBERS = {"type": "int", "num_bits": 4, "symmetric": True}
+_NUMBERS |= {"strategy": "group", "group_size": GROUP}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
 # formats of 4 bits that the CPU engine takes, with its settings
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
     "packed": (_packed, _compressed("pack-quantized", _NUMBERS)),
-    "awq": (
-        _awq,
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": GROUP,
-            "zero_point": True,
-            "version": "gemm",
-        },
-    ),
+    "awq": (_awq, {**_AWQ, "version": "gemm"}),
 }
 LAYOUTS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
     **{form: change for form, (change, _) in FORMATS.items()},

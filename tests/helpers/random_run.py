@@ -51,17 +51,13 @@ def make_policy() -> tuple[Any, Any]:
 
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    model.generation_config.eos_token_id = [
-        2,
-        *range(20, 40),
-    ]  # a random model would never end a completion
+    # a random model would never end a completion
+    model.generation_config.eos_token_id = [2, *range(20, 40)]
     return model, tokenizer
 
 
 def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] = ()) -> Any:
-    """Train and export; the curriculum lies beside the output folder and is written if it is
-    absent.
-    """
+    """Train and export; the curriculum is written beside the output folder if it is absent."""
     from rlkv.cli.train import parse_config
     from rlkv.training.grpo import train_gates
 
@@ -75,16 +71,16 @@ def run(output_dir: Path, options: Sequence[str] = (), callbacks: Sequence[Any] 
 
 
 @contextmanager
-def hard_case(bad_step: int = 2) -> Iterator[None]:
-    """Rows 8 to 15 of every rollout are truncated, and the loss of row 8 and its neighbours is NaN
-    in ``bad_step``.
+def hard_case() -> Iterator[None]:
+    """Truncate rows 8 to 15 of every rollout, and make the loss of their batch NaN in step 2.
 
     With two processes of 8 rows all this happens in the second.
     """
     from rlkv.training import trainer
     from rlkv.training.trainer import RLKVTrainer
 
-    sample, loss = trainer.roll_out, RLKVTrainer._policy_loss
+    sample = trainer.roll_out
+    loss = RLKVTrainer._policy_loss
 
     def truncated(
         model: Any, rows: Any, sampling: Any, ends: list[int], *others: Any
@@ -98,7 +94,7 @@ def hard_case(bad_step: int = 2) -> Iterator[None]:
     def spoiled(self: RLKVTrainer, model: Any, inputs: dict[str, Any]) -> Any:
         found, clipped = loss(self, model, inputs)
         upper = self.accelerator.process_index == self.accelerator.num_processes - 1
-        bad = upper and self.state.global_step + 1 == bad_step
+        bad = upper and self.state.global_step == 1
         return found * (float("nan") if bad else 1.0), clipped
 
     with (
@@ -128,11 +124,9 @@ if __name__ == "__main__":
         # the same sums
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         # and without keeping all weights of fewer than 100,000 numbers, which here are all
+        whole = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         sharding = import_module("rlkv.training.sharding")
-        shard, whole = (
-            sharding._shard_zero3,
-            {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
-        )
+        shard = sharding._shard_zero3
         sharding._shard_zero3 = lambda base, accelerator, options: shard(
             base, accelerator, options | whole
         )

@@ -22,6 +22,8 @@ from typing import Any
 from rlkv import tiny
 
 START_SECONDS = 240  # on a busy machine
+FIXED = """--host 127.0.0.1 --max-model-len 512 --dtype float32 --enforce-eager --block-size 32
+    --served-model-name tiny"""
 
 
 @dataclass(frozen=True)
@@ -39,39 +41,13 @@ def served_model(folder: Path, settings: dict[str, Any], *options: str) -> Itera
     model, tokenizer = tiny.load()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder / "model"),
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--additional-config",
-        json.dumps({"rlkv": settings}),
-    ]
-    command += [
-        "--max-model-len",
-        "512",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--served-model-name",
-        "tiny",
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *FIXED.split()]
+    command += ["--model", str(folder / "model"), "--port", str(port), *options]
+    command += ["--additional-config", json.dumps({"rlkv": settings})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     log = folder / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--block-size", "32", *options],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_for(address, process, log)

@@ -18,7 +18,7 @@ def transposed_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def in_both_layouts(run: Callable[[], Any]) -> tuple[Any, Any]:
-    """What ``run`` gives with torch's output as it is on a CPU, and as it is on a GPU."""
+    """Return what ``run`` gives with torch's output as it is on a CPU, and as it is on a GPU."""
     wanted = run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", transposed_attention)

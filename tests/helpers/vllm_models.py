@@ -21,13 +21,8 @@ LAYERS, KV_HEADS = 3, 4
 # above what was seen
 TOLERANCE = 1e-4
 ENDS = [2, *range(20, 25)]  # a random model would never end a completion
-OPTIONS = {
-    "dtype": "float32",
-    "kv_gib": 0.03,
-    "max_rows": 8,
-    "block_size": 32,
-    "enforce_eager": True,
-}
+OPTIONS = {"dtype": "float32", "kv_gib": 0.03, "max_rows": 8}
+OPTIONS |= {"block_size": 32, "enforce_eager": True}
 
 
 def make_folder(family: str, folder: Path) -> Path:
@@ -46,9 +41,9 @@ def load_reference(folder: Path, gated: bool = True) -> PreTrainedModel | PeftMo
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return (
-        get_peft_model(model, HeadGateConfig(sink=SINK, window=WINDOW)).eval() if gated else model
-    )
+    if not gated:
+        return model
+    return get_peft_model(model, HeadGateConfig(sink=SINK, window=WINDOW)).eval()
 
 
 def random_gates(seed: int) -> Tensor:
@@ -79,16 +74,11 @@ def worst_difference(
 ) -> float:
     """Return the largest difference of the samples' log-probabilities from those of ``model``."""
     assert sorted(samples) == list(range(len(rows.prompts)))
-    return max(
-        (
-            forced_logprobs(model, rows.prompts[i], s.token_ids, temperature)
-            - torch.tensor(s.logprobs)
-        )
-        .abs()
-        .max()
-        .item()
-        for i, s in samples.items()
-    )
+    worst = 0.0
+    for index, sample in samples.items():
+        wanted = forced_logprobs(model, rows.prompts[index], sample.token_ids, temperature)
+        worst = max(worst, (wanted - torch.tensor(sample.logprobs)).abs().max().item())
+    return worst
 
 
 def put_gates(model: torch.nn.Module, alpha: Tensor) -> torch.nn.Module:

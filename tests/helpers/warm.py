@@ -39,13 +39,10 @@ def start(
             nothing is kept.
         variables: added to this process's environment.
     """
-    words, environment = (
-        [str(word) for word in command],
-        {**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
-    process = _CONTEXT.Process(
-        target=_run, args=(words, str(folder or Path.cwd()), environment, streams)
-    )
+    words = list(map(str, command))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    arguments = (words, str(folder or Path.cwd()), environment, streams)
+    process = _CONTEXT.Process(target=_run, args=arguments)
     process.start()
     return process
 
@@ -96,9 +93,8 @@ def run_ranks(
             process.kill()
             process.join()
         assert process.exitcode is not None
-        found.append(
-            (process.exitcode, "".join((folder / name).read_text() for name in ("out", "err")))
-        )
+        output = (folder / "out").read_text() + (folder / "err").read_text()
+        found.append((process.exitcode, output))
     return found
 
 

@@ -1,5 +1,6 @@
-"""A plugin of pytest (``-p tests.helpers.without_packages``): the packages of ``WITHOUT`` count as
-not installed.
+"""A plugin of pytest, for which the packages named in ``WITHOUT`` are not installed.
+
+``pytest -p tests.helpers.without_packages``
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def test_sliding_layers_are_left_alone() -> None:
         pass
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, decode=lambda ids, **_: str(ids))
     heads = resolve_allocation(model, None)
-    engine = InferenceEngine(model, tokenizer, heads, eviction=TOVA(budget=10))
+    engine = InferenceEngine(model, tokenizer, heads, CacheSettings(eviction=TOVA(budget=10)))
     reply = engine.reply(ids[0].tolist(), SamplingParams(10))
     assert reply.usage.kv_bytes < reply.usage.kv_bytes_full
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.cache import HeadReallocationCache
+from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.models.prompts import render_prompt
@@ -25,7 +25,7 @@ def make_engine(**options: Any) -> InferenceEngine:
     ids = {name: getattr(tokenizer, name) for name in names}
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     heads = HeadAllocation.random(3, 4, 0.5, seed=0)
-    return InferenceEngine(model, tokenizer, heads, **{**SIZES, **options})
+    return InferenceEngine(model, tokenizer, heads, CacheSettings(**{**SIZES, **options}))
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])

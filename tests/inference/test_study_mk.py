@@ -1,6 +1,4 @@
-"""What `make demo`, `make smol` and `make study` run: the settings of every stage, the order, and
-what they hand on.
-"""
+"""The stages of `make demo`, `make smol` and `make study`: settings, order, what they hand on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A rollout server that is really killed while it samples.
-
-``kill_server.py --kills 10`` does more of the same.
-"""
+"""A rollout server that is really killed while it samples."""
 
 from __future__ import annotations
 

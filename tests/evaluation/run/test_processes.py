@@ -20,7 +20,6 @@ METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
 OPTIONS = ["--methods", *METHODS, "--limit", "10", "--max-new-tokens", "50", "--batch-size", "3"]
 OPTIONS += ["--device", "cpu"]
 KILLS = 10
-PROBLEMS = 3
 DIES = """
 import os
 from rlkv.evaluation.evaluate import join_processes
@@ -74,7 +73,7 @@ def test_a_dead_process_is_noticed_by_the_others(tmp_path: Path) -> None:
 
 
 def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    done = warm.run(["-m", "tests.helpers.evaluate_kill_driver", tmp_path, KILLS, PROBLEMS], ROOT)
+    done = warm.run(["-m", "tests.helpers.kill_driver", "evaluation", tmp_path, KILLS], ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["kills"] == KILLS
