@@ -16,13 +16,13 @@ from rlkv.rollout.hf import HFEngine
 from tests.helpers.kill_rounds import run_and_kill
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
-PROBLEMS, NEW_TOKENS, BATCH = 120, 24, 4
+PROBLEMS = 120
+NEW_TOKENS = 24
+BATCH = 4
 
 
 class BoxingEngine(HFEngine):
-    """A random model that now and then answers: the tokens decide on a boxed digit, so that all
-    statuses occur.
-    """
+    """A random model that now and then answers, so that all statuses occur."""
 
     def _completion(self, row: Row) -> Completion:
         done = super()._completion(row)
@@ -34,9 +34,8 @@ class BoxingEngine(HFEngine):
 def build_engine() -> BoxingEngine:
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
-    model.generation_config.eos_token_id = list(
-        range(0, len(tokenizer), 12)
-    )  # many ends: lengths vary
+    # many ends: lengths vary
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 12))
     return BoxingEngine(model, tokenizer, batch_size=BATCH)
 
 
