@@ -41,5 +41,9 @@ def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) ->
         assert found[1:] == (report, curriculum)
         names = {path.name for path in (tmp_path / name).iterdir() if path.suffix != ".partial"}
         assert names == {
-            "curriculum.jsonl", "curriculum.parquet", "report.json", "report.md", "shards"
+            "curriculum.jsonl",
+            "curriculum.parquet",
+            "report.json",
+            "report.md",
+            "shards",
         }

@@ -18,7 +18,15 @@ from typing import Any
 
 from rlkv.data.problems import text_field
 from rlkv.evaluation.sandbox import Limits, run_tests
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field, text_or
+from rlkv.evaluation.tasks.base import (
+    EvalProblem,
+    EvalTask,
+    HubData,
+    ParsedRow,
+    Row,
+    first_field,
+    text_or,
+)
 from rlkv.verifier.extraction import after_thinking
 
 # the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence
