@@ -394,16 +394,21 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
 
     Buckets, their seed and the number of shards may.
     """
-    names = ["model", "max_new_tokens"]
-    names += ["engine", "template", "max_length"] if config.outputs is None else ["outputs_field"]
-    settings = {name: getattr(config, name) for name in names}
     content = "".join(json.dumps([p.problem, p.answer]) for p in problems)
-    settings["problems"] = f"{len(problems)} with hash {digest(content.encode())}"
+    settings: dict[str, Any] = {
+        "model": config.model,
+        "max_new_tokens": config.max_new_tokens,
+        "problems": f"{len(problems)} with hash {digest(content.encode())}",
+    }
     if config.outputs is None:
+        settings["engine"] = config.engine
+        settings["template"] = config.template
+        settings["max_length"] = config.max_length
         settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
         path = Path(config.outputs)
         settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
+        settings["outputs_field"] = config.outputs_field
     return settings
 
 

@@ -467,12 +467,13 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
             return False
         return [pair] if scaled == pair else [pair, scaled]
-    right = _scale(gold.units)
-    other = _scale(found.units)
-    if right and other:
-        if right[0] != other[0]:
+    gold_scale = _scale(gold.units)
+    found_scale = _scale(found.units)
+    if gold_scale and found_scale:
+        if gold_scale[0] != found_scale[0]:
             return False
-        return [(_times(gold.value, _latex(right[1])), _times(found.value, _latex(other[1])))]
+        gold_value = _times(gold.value, _latex(gold_scale[1]))
+        return [(gold_value, _times(found.value, _latex(found_scale[1])))]
     expected = set(gold.units)
     given = set(found.units)
     for unit in expected ^ given:

@@ -24,7 +24,6 @@ from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
 from rlkv.utils.files import read_log
-from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.paths import ROOT
@@ -147,22 +146,6 @@ def test_shards_merge_to_the_same_files(
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     volatile = {"config", "seconds", "finished", "command"}
     assert all(merged[name] == report[name] for name in report.keys() - volatile)
-
-
-@pytest.mark.slow
-def test_processes_make_the_same_files(
-    tmp_path: Path, model_folder: str, recorded: str, whole: tuple[Path, dict[str, Any]]
-) -> None:
-    out = tmp_path / "out"
-    options = ["--model", model_folder, "--outputs", recorded, "--max-new-tokens", "150"]
-    options += ["--buckets", *BUCKETS, "--output-dir", out, "--shard"]
-    ranks = warm.run_ranks([PROGRAM, *options, "1/2"], tmp_path / "streams")
-    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
-    names = sorted(path.name for path in out.glob("shards/*.jsonl"))
-    assert names == ["shard-1-of-4.jsonl", "shard-3-of-4.jsonl"]
-    assert run_filter(job(out, model_folder, recorded)).report is not None
-    for name in FILES:
-        assert (out / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
 def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str) -> None:

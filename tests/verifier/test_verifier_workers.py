@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rlkv.verifier import Verifier
-from rlkv.verifier.extraction import last_box
 
 BAIT = {
     "ten_megabytes": "word 12 { \\alpha } " * 550_000,
@@ -70,11 +69,6 @@ def test_adversarial_text_is_not_equal_within_the_limit(
     pairs = [(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]
     assert hasty_verifier.are_equal(pairs) == [True, False]
     assert not list(tmp_path.iterdir())
-
-
-def test_the_right_answer_may_be_bait_too(hasty_verifier: Verifier) -> None:
-    assert hasty_verifier.are_equal([(last_box(BAIT["tower_latex"]), "7")]) == [False]
-    assert hasty_verifier.are_equal([(last_box(BAIT["surrogate"]), "7")]) == [False]
 
 
 def test_the_limit_is_cpu_time(hasty_verifier: Verifier) -> None:
