@@ -39,9 +39,6 @@ class Bucket:
     def name(self) -> str:
         return f"{self.low}-{self.high}"
 
-    def holds(self, tokens: int) -> bool:
-        return self.low < tokens <= self.high
-
 
 PAPER_BUCKETS = (
     Bucket(0, 2000, 600),
@@ -121,7 +118,9 @@ def select(
     The same arguments give the same sample.  A bucket with too few gives all it has.  With
     ``fill_short``, what is missing is then taken from what the nearest buckets have left over.
     """
-    pools = {bucket: [i for i in sorted(lengths) if bucket.holds(lengths[i])] for bucket in buckets}
+    pools = {}
+    for bucket in buckets:
+        pools[bucket] = [i for i in sorted(lengths) if bucket.low < lengths[i] <= bucket.high]
     available = {bucket: len(pool) for bucket, pool in pools.items()}
     chosen: dict[int, str] = {}
 
@@ -137,10 +136,12 @@ def select(
         # a generator per bucket: changing one bucket leaves the draws of the others as they were
         random.Random(f"rlkv-curriculum-{seed}-{bucket.name}").shuffle(pool)
         taken[bucket] = take(bucket, bucket.wanted)
-    for bucket in buckets if fill_short else ():
-        others = [b for b in buckets if b != bucket]
-        for donor in sorted(others, key=lambda b: abs(b.low + b.high - bucket.low - bucket.high)):
-            filled[bucket] += take(donor, bucket.wanted - taken[bucket] - filled[bucket])
+    if fill_short:
+        for bucket in buckets:
+            middle = bucket.low + bucket.high
+            # itself first, but nothing is left in it where something is missing
+            for donor in sorted(buckets, key=lambda b: abs(b.low + b.high - middle)):
+                filled[bucket] += take(donor, bucket.wanted - taken[bucket] - filled[bucket])
     fills = [BucketFill(b, available[b], taken[b], filled[b]) for b in buckets]
     return Selection(
         dict(sorted(chosen.items())), fills, outside=len(lengths) - sum(available.values())

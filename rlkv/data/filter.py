@@ -6,10 +6,11 @@ import json
 import re
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,16 +42,9 @@ from rlkv.rollout.footprint import (
 )
 from rlkv.smol import MAX_NEW_TOKENS
 from rlkv.utils.files import atomic_path, write_json, write_jsonl, write_text
-from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, hardware_line, provenance, require
-from rlkv.utils.store import (
-    ResultStore,
-    Row,
-    check_results,
-    iter_shards,
-    open_store,
-    shard_file,
-)
+from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
 from rlkv.vllm.plugin import check_vllm_options, choose_engine
 
@@ -159,6 +153,8 @@ class FilterConfig(ModelOptions):
             )
         if self.buckets:
             parse_buckets(",".join(self.buckets))
+        if self.template is not None:
+            choose_template(self.template, model=self.model)
         parse_shard(self.shard)
 
     def of_process(self, rank: int, processes: int) -> FilterConfig:
@@ -238,13 +234,14 @@ def sized_and_announced(config: FilterConfig, count: int) -> FilterConfig:
     """
     assert config.max_length is not None
     assert config.max_new_tokens is not None
+    why = config.automatic_engine()[1] if config.engine == "hf" else ""
+    kv_gib = config.kv_gib
+    rows = config.batch_size
     device = resolve_device(config.device)
     footprint = None
     if config.model not in BUILT_IN:
         footprint = Footprint.of(config.model, config.dtype, config.device)
     free = free_memory(device)
-    kv_gib = config.kv_gib
-    rows = config.batch_size
     if footprint is not None and free is not None:
         room = footprint.kv_room(free)
         if config.engine == "vllm":
@@ -252,7 +249,6 @@ def sized_and_announced(config: FilterConfig, count: int) -> FilterConfig:
             room = int(kv_gib * GIB)
         rows = rows or footprint.rows(config.engine, room, config.max_length)
     rows = rows or DEFAULT_BATCH
-    why = config.automatic_engine()[1] if config.engine == "hf" else ""
     line = f"{count:,} problems through {NAMES[config.engine]}{why and f' ({why})'}, {rows} at once"
     if footprint is not None:
         card = card_of(device)
@@ -267,23 +263,27 @@ def sized_and_announced(config: FilterConfig, count: int) -> FilterConfig:
     return replace(config, kv_gib=kv_gib or DEFAULT_KV_GIB, batch_size=rows)
 
 
-# --- outputs
+# --- outputs: a row per problem, with an empty status where the verifier decides
 
 
-@dataclass(frozen=True)
-class Output:
-    """What becomes of a problem: a text to be verified, or a ``status`` that needs no verifier."""
+def open_outputs(
+    config: FilterConfig, problems: list[Problem], indices: list[int]
+) -> Iterator[Row]:
+    """Load the model, or the recorded outputs, and return the rows of ``indices`` as they come.
 
-    index: int
-    text: str = ""
-    tokens: int = 0
-    status: str = ""
-
-
-def prompt_room(config: FilterConfig, engine: RolloutEngine) -> int:
-    """Return the most tokens that a prompt may have; ``ValueError`` if there is no room for one."""
+    Raises:
+        ValueError: if the model or the outputs cannot be loaded, or leave no room for a prompt.
+    """
+    if config.outputs is not None:
+        assert config.max_new_tokens is not None
+        texts = recorded_texts(config.outputs, config.outputs_field, problems)
+        tokenizer = load_tokenizer(config.model)
+        return read_outputs(texts, indices, tokenizer, config.max_new_tokens)
+    config = sized_and_announced(config, len(indices))
+    assert config.template is not None
     assert config.max_length is not None
     assert config.max_new_tokens is not None
+    engine = config.load_engine()
     limit = min(config.max_length, engine.max_positions)
     if config.max_new_tokens >= limit:
         raise ValueError(
@@ -291,32 +291,32 @@ def prompt_room(config: FilterConfig, engine: RolloutEngine) -> int:
             f"(the lesser of max_length {config.max_length} and the model's "
             f"{engine.max_positions} positions): lower --max-new-tokens"
         )
-    return limit - config.max_new_tokens
+    prompts = {}
+    for index in indices:
+        problem = problems[index].problem
+        prompts[index] = render_prompt(engine.tokenizer, problem, config.template)
+    return decode_outputs(engine, prompts, limit - config.max_new_tokens, config.max_new_tokens)
 
 
 def decode_outputs(
-    engine: RolloutEngine,
-    problems: list[Problem],
-    indices: list[int],
-    template: str,
-    room: int,
-    max_new_tokens: int,
-) -> Iterator[Output]:
+    engine: RolloutEngine, prompts: dict[int, str], room: int, max_new_tokens: int
+) -> Iterator[Row]:
     """Decode greedily, in the order in which texts end; prompts of over ``room`` are skipped."""
-    prompts = []
-    for index in indices:
-        prompts.append(render_prompt(engine.tokenizer, problems[index].problem, template))
     fitting = []
-    for row, length in enumerate(engine.prompt_lengths(prompts)):
+    lengths = engine.prompt_lengths(list(prompts.values()))
+    for index, length in zip(prompts, lengths, strict=True):
         if length <= room:
-            fitting.append(row)
+            fitting.append(index)
         else:
-            yield Output(indices[row], status="skipped")
-    stream = engine.stream([prompts[row] for row in fitting], SamplingParams(max_new_tokens))
+            yield {"index": index, "status": "skipped"}
+    stream = engine.stream([prompts[index] for index in fitting], SamplingParams(max_new_tokens))
     for i, completion in stream:
-        status = "truncated" if completion.finish_reason == "length" else ""
-        tokens = len(completion.token_ids)
-        yield Output(indices[fitting[i]], completion.text, tokens, status)
+        yield {
+            "index": fitting[i],
+            "status": "truncated" if completion.finish_reason == "length" else "",
+            "output": completion.text,
+            "output_tokens": len(completion.token_ids),
+        }
 
 
 def recorded_texts(path: str, field: str, problems: list[Problem]) -> dict[int, str]:
@@ -344,35 +344,31 @@ def recorded_texts(path: str, field: str, problems: list[Problem]) -> dict[int, 
 
 def read_outputs(
     texts: dict[int, str], indices: list[int], tokenizer: Any, max_new_tokens: int
-) -> Iterator[Output]:
+) -> Iterator[Row]:
     """Yield recorded outputs; those of more than ``max_new_tokens`` tokens count as truncated."""
     for index in indices:
         if index not in texts:
-            yield Output(index, status="missing")
+            yield {"index": index, "status": "missing"}
             continue
         ids = tokenizer(texts[index], add_special_tokens=False).input_ids
         tokens = len(ids) + 1  # a recorded text lacks the end token
-        status = "truncated" if tokens > max_new_tokens else ""
-        yield Output(index, texts[index], tokens, status)
+        yield {
+            "index": index,
+            "status": "truncated" if tokens > max_new_tokens else "",
+            "output": texts[index],
+            "output_tokens": tokens,
+        }
 
 
-def judge(outputs: list[Output], problems: list[Problem], verifier: Verifier) -> list[Row]:
-    """Return a row per output, with its status; those that have one already are not verified."""
-    pairs = [(each.text, problems[each.index].answer) for each in outputs if not each.status]
-    verdicts = iter(verifier.are_correct(pairs))
-    rows = []
-    for output in outputs:
-        row: Row = {"index": output.index, "status": output.status}
-        if not output.status:
-            if next(verdicts):
-                row["status"] = "correct"
-            else:
-                row["status"] = "wrong" if extract_answer(output.text) else "unparsable"
-        if output.tokens:
-            row["output"] = output.text
-            row["output_tokens"] = output.tokens
-        rows.append(row)
-    return rows
+def judge(rows: list[Row], problems: list[Problem], verifier: Verifier) -> None:
+    """Set the status of the rows that have none."""
+    undecided = [row for row in rows if not row["status"]]
+    pairs = [(row["output"], problems[row["index"]].answer) for row in undecided]
+    for row, is_correct in zip(undecided, verifier.are_correct(pairs), strict=True):
+        if is_correct:
+            row["status"] = "correct"
+        else:
+            row["status"] = "wrong" if extract_answer(row["output"]) else "unparsable"
 
 
 # --- the job
@@ -398,16 +394,21 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
 
     Buckets, their seed and the number of shards may.
     """
-    names = ["model", "max_new_tokens"]
-    names += ["engine", "template", "max_length"] if config.outputs is None else ["outputs_field"]
-    settings = {name: getattr(config, name) for name in names}
     content = "".join(json.dumps([p.problem, p.answer]) for p in problems)
-    settings["problems"] = f"{len(problems)} with hash {digest(content.encode())}"
+    settings: dict[str, Any] = {
+        "model": config.model,
+        "max_new_tokens": config.max_new_tokens,
+        "problems": f"{len(problems)} with hash {digest(content.encode())}",
+    }
     if config.outputs is None:
+        settings["engine"] = config.engine
+        settings["template"] = config.template
+        settings["max_length"] = config.max_length
         settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
         path = Path(config.outputs)
         settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
+        settings["outputs_field"] = config.outputs_field
     return settings
 
 
@@ -425,90 +426,61 @@ def run_filter(config: FilterConfig) -> FilterResult:
     assert config.output_dir is not None
     folder = Path(config.output_dir)
     check_results(folder, REPORT, ("report.md", *CURRICULUM), ("selected", "buckets"))
-    choose_template(config.template, model=config.model)
     problems = load_problems(config.input, config.num_problems, config.seed, config.limit)
-    shard, count = parse_shard(config.shard)
+    _, count = parse_shard(config.shard)
     if count > len(problems):
         raise ValueError(
             f"shard {config.shard}: there are only {len(problems)} problems to share out"
         )
     settings = job_settings(config, problems)
-    shards = folder / "shards"
-    done = {row["index"]: row["status"] for row in iter_shards(shards, SHARD, KEY, settings)}
-    own = range(shard, len(problems), count)
-    if not done.keys() >= set(own):
-        if config.outputs is None:
-            config = sized_and_announced(config, len(set(own) - done.keys()))
-        run_shard(config, problems, own, done, settings)
+    run_shard(config, problems, settings)
     # of the paper's 40,000 problems all outputs together have about 1 GB
-    rows = {row["index"]: row for row in iter_shards(shards, SHARD, KEY, settings)}
+    found = iter_shards(folder / "shards", SHARD, KEY, settings)
+    rows = {row["index"]: row for row in found}
     open_shards = Counter(index % count for index in range(len(problems)) if index not in rows)
     if open_shards:
         return FilterResult(config, None, dict(sorted(open_shards.items())))
     return FilterResult(config, finish(config, buckets, problems, rows, started), {})
 
 
-def run_shard(
-    config: FilterConfig,
-    problems: list[Problem],
-    own: range,
-    done: dict[int, str],
-    settings: dict[str, Any],
-) -> None:
-    """Finish the problems ``own``; rows go to the disk in batches.
-
-    ``done``: the status of the problems that are finished.
-    """
+def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str, Any]) -> None:
+    """Finish the problems of the shard that no run has finished; rows go to the disk in batches."""
     assert config.output_dir is not None
-    assert config.max_new_tokens is not None
     folder = Path(config.output_dir) / "shards"
-    if config.outputs is None:
-        engine = config.load_engine()
-        room = prompt_room(config, engine)
-    else:
-        texts = recorded_texts(config.outputs, config.outputs_field, problems)
-        tokenizer = load_tokenizer(config.model)
-    file = shard_file(folder, SHARD, own.start, own.step)
-    title = "filter" if own.step == 1 else f"filter, shard {config.shard}"
-    batch_size = config.batch_size or DEFAULT_BATCH
+    done = {row["index"]: row["status"] for row in iter_shards(folder, SHARD, KEY, settings)}
+    shard, count = parse_shard(config.shard)
+    own = range(shard, len(problems), count)
+    answerable = []
+    unanswerable: list[Row] = []
+    for index in own:
+        if index in done:
+            continue
+        if reference_answer(problems[index].answer):
+            answerable.append(index)
+        else:
+            unanswerable.append({"index": index, "status": "no_answer"})
+    if not answerable and not unanswerable:
+        return
+    outputs = open_outputs(config, problems, answerable)
+    file = shard_file(folder, SHARD, shard, count)
+    title = "filter" if count == 1 else f"filter, shard {config.shard}"
     with (
         open_store(file, settings, KEY, keep_rows=False) as store,
         progress_bar(title, "problems", len(own)) as bar,
         closing(Verifier()) as verifier,
     ):
         bar.resume(Counter(done[index] for index in own if index in done))
-        answerable = []
-        waiting = []
-        for index in own:
-            if index in done or index in store.done:
-                continue
-            if reference_answer(problems[index].answer):
-                answerable.append(index)
-            else:
-                waiting.append(Output(index, status="no_answer"))
-        if config.outputs is None:
-            assert config.template is not None
-            outputs = decode_outputs(
-                engine,
-                problems,
-                answerable,
-                template=config.template,
-                room=room,
-                max_new_tokens=config.max_new_tokens,
-            )
-        else:
-            outputs = read_outputs(texts, answerable, tokenizer, config.max_new_tokens)
-        for output in outputs:
-            waiting.append(output)
-            if len(waiting) >= batch_size:
-                write_rows(store, bar, judge(waiting, problems, verifier))
-                waiting = []
-        write_rows(store, bar, judge(waiting, problems, verifier))
+        for rows in batches(chain(unanswerable, outputs), config.batch_size or DEFAULT_BATCH):
+            judge(rows, problems, verifier)
+            store.append(*rows)
+            bar.advance(Counter(row["status"] for row in rows))
 
 
-def write_rows(store: ResultStore, bar: ProgressBar, rows: list[Row]) -> None:
-    store.append(*rows)
-    bar.advance(Counter(row["status"] for row in rows))
+def batches(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    """Yield ``size`` rows at a time; the last ones may be fewer."""
+    remaining = iter(rows)
+    while batch := list(islice(remaining, size)):
+        yield batch
 
 
 # --- the curriculum

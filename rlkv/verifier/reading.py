@@ -420,9 +420,10 @@ Pairs = list[tuple[str, str]]
 
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     """Return the verdict where words decide it, else pairs of values of which one must be equal."""
-    texts = normalize(answer), normalize(candidate)
-    gold = read(_unlabelled(texts[0], texts[1]))
-    found = read(_unlabelled(texts[1], texts[0]))
+    right = normalize(answer)
+    given = normalize(candidate)
+    gold = read(_unlabelled(right, given))
+    found = read(_unlabelled(given, right))
     if gold.words or found.words:
         said = [side.words or side.value.lower() for side in (gold, found)]
         return said[0] == said[1] and (bool(gold.words and found.words) or said[0].isalpha())
@@ -439,6 +440,16 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     return _quantities(gold, found)
 
 
+def _times(value: str, factor: str) -> str:
+    return rf"({value})\cdot {factor}"
+
+
+def _scaled(side: Reading) -> str:
+    """Return the value without its sign of percent or degrees: a share, or radians."""
+    factors = {("%",): r"\frac{1}{100}", ("degree",): r"\frac{\pi}{180}"}
+    return _times(side.value, factors[side.units]) if side.units in factors else side.value
+
+
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     """Compare two values with their units, as :func:`pairs_to_compare`."""
     pair = (gold.value, found.value)
@@ -449,28 +460,20 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
         if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
             return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
+    scaled = (_scaled(gold), _scaled(found))
     if {gold.units, found.units} == {("degree",), ("radian",)}:
-        values = [
-            v if side.units == ("radian",) else rf"({v})\cdot\frac{{\pi}}{{180}}"
-            for v, side in zip(pair, (gold, found), strict=True)
-        ]
-        return [(values[0], values[1])]
+        return [scaled]
     if not gold.units or not found.units:
         if gold.is_compound or found.is_compound or _KEPT.intersection(gold.units):
             return False
-        factors: dict[tuple[str, ...], str] = {
-            ("%",): r"\frac{1}{100}",
-            ("degree",): r"\frac{\pi}{180}",
-        }
-        factor = factors.get(gold.units or found.units)
-        if factor is None:
-            return [pair]
-        scaled = rf"({gold.value if gold.units else found.value})\cdot{factor}"
-        return [pair, (scaled, found.value) if gold.units else (gold.value, scaled)]
-    scales = _scale(gold.units), _scale(found.units)
-    if scales[0] and scales[1]:
-        values = [rf"({v})\cdot {_latex(s[1])}" for v, s in zip(pair, scales, strict=True) if s]
-        return [(values[0], values[1])] if scales[0][0] == scales[1][0] else False
+        return [pair] if scaled == pair else [pair, scaled]
+    gold_scale = _scale(gold.units)
+    found_scale = _scale(found.units)
+    if gold_scale and found_scale:
+        if gold_scale[0] != found_scale[0]:
+            return False
+        gold_value = _times(gold.value, _latex(gold_scale[1]))
+        return [(gold_value, _times(found.value, _latex(found_scale[1])))]
     expected = set(gold.units)
     given = set(found.units)
     for unit in expected ^ given:

@@ -2,14 +2,9 @@
 
 import pytest
 
-from rlkv.data.curriculum import PAPER_BUCKETS, Bucket, parse_buckets, select
+from rlkv.data.curriculum import Bucket, parse_buckets, select
 
 BUCKETS = (Bucket(0, 10, 3), Bucket(10, 20, 3), Bucket(20, 30, 3))
-
-
-def test_paper_buckets() -> None:
-    assert [b.wanted for b in PAPER_BUCKETS] == [600, 600, 1000, 800]
-    assert sum(b.wanted for b in PAPER_BUCKETS) == 3000
 
 
 def test_parse() -> None:
@@ -43,7 +38,7 @@ def test_samples_by_seed_and_wanted() -> None:
     first = select(lengths, BUCKETS, seed=0)
     assert first == select(lengths, BUCKETS, seed=0)
     assert first.chosen != select(lengths, BUCKETS, seed=1).chosen
-    assert [(f.available, f.taken, f.short) for f in first.fills] == [(100, 3, 0)] * 3
+    assert [(f.available, f.taken) for f in first.fills] == [(100, 3)] * 3
     for index, name in first.chosen.items():
         low, high = map(int, name.split("-"))
         assert low < lengths[index] <= high
@@ -54,18 +49,13 @@ def test_samples_by_seed_and_wanted() -> None:
 def test_a_short_bucket_is_never_filled_unasked() -> None:
     lengths = {0: 5, **{i: 15 for i in range(1, 11)}, **{i: 25 for i in range(11, 21)}}
     plain = select(lengths, BUCKETS, seed=0)
-    assert [(f.taken, f.short, f.filled_from_others) for f in plain.fills] == [
-        (1, 2, 0),
-        (3, 0, 0),
-        (3, 0, 0),
-    ]
+    assert [(f.taken, f.filled_from_others) for f in plain.fills] == [(1, 0), (3, 0), (3, 0)]
     assert len(plain.chosen) == 7
     filled = select(lengths, BUCKETS, seed=0, fill_short=True)
     assert [(f.taken, f.filled_from_others) for f in filled.fills] == [(1, 2), (3, 0), (3, 0)]
     assert len(filled.chosen) == 9
-    assert sum(name == "10-20" for name in filled.chosen.values()) == 5, (
-        "the nearest bucket gives, under its own name"
-    )
+    # the nearest bucket gives, under its own name
+    assert sum(name == "10-20" for name in filled.chosen.values()) == 5
     assert plain.chosen.items() <= filled.chosen.items()
 
 

@@ -24,7 +24,6 @@ from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
 from rlkv.utils.files import read_log
-from tests.helpers import warm
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.paths import ROOT
@@ -85,14 +84,11 @@ def test_recorded_outputs(whole: tuple[Path, dict[str, Any]], recorded: str) -> 
     lengths = [len(tokenizer(r["output"], add_special_tokens=False).input_ids) + 1 for r in rows]
     solved = [i for i in range(40) if i % 5 and i not in (7, 8) and lengths[i] <= 150]
     statuses = ("correct", "wrong", "truncated", "unparsable")
-    assert [report[name] for name in statuses] == [
-        len(solved),
-        sum(n <= 150 for n in lengths[::5]),
-        sum(n > 150 for n in lengths),
-        2,
-    ]
+    wrong = sum(n <= 150 for n in lengths[::5])
+    truncated = sum(n > 150 for n in lengths)
+    assert [report[name] for name in statuses] == [len(solved), wrong, truncated, 2]
     assert report["loaded"] == 40 == sum(report[name] for name in statuses)
-    assert report["truncated"] > 0
+    assert truncated > 0
     long_ones = [i for i in solved if 64 < lengths[i] <= 128]
     first, second = report["buckets"]
     assert (first["available"], first["taken"]) == (sum(lengths[i] <= 64 for i in solved), 4)
@@ -152,22 +148,6 @@ def test_shards_merge_to_the_same_files(
     assert all(merged[name] == report[name] for name in report.keys() - volatile)
 
 
-@pytest.mark.slow
-def test_processes_make_the_same_files(
-    tmp_path: Path, model_folder: str, recorded: str, whole: tuple[Path, dict[str, Any]]
-) -> None:
-    out = tmp_path / "out"
-    options = ["--model", model_folder, "--outputs", recorded, "--max-new-tokens", "150"]
-    options += ["--buckets", *BUCKETS, "--output-dir", out, "--shard"]
-    ranks = warm.run_ranks([PROGRAM, *options, "1/2"], tmp_path / "streams")
-    assert [code for code, _ in ranks] == [0, 0], "".join(text[-3000:] for _, text in ranks)
-    names = sorted(path.name for path in out.glob("shards/*.jsonl"))
-    assert names == ["shard-1-of-4.jsonl", "shard-3-of-4.jsonl"]
-    assert run_filter(job(out, model_folder, recorded)).report is not None
-    for name in FILES:
-        assert (out / name).read_bytes() == (whole[0] / name).read_bytes()
-
-
 def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str) -> None:
     rows = [{"problem": "find x ? " * n, "answer": "5"} for n in (1, 2, 3, 200)]
     rows.append({"problem": "b ?", "answer": ""})
@@ -201,9 +181,9 @@ def test_answers_in_the_form_of_gsm8k_are_read_and_others_are_hinted_at(
     report = run_filter(job(tmp_path / "out", model_folder, outputs)).report
     assert report is not None
     assert report["correct"] == solved
-    hints = [note for note in report["notes"] if "all are wrong" in note]
+    hints = [note for note in report["notes"] if "holds the answer alone" in note]
     assert len(hints) == (0 if solved else 1)
-    assert solved or ("holds the answer alone" in hints[0] and "that is 72" in hints[0])
+    assert solved or "that is 72" in hints[0]
 
 
 def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_folder: str) -> None:
@@ -216,22 +196,25 @@ def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_fol
     assert (report["correct"], report["wrong"], report["missing"]) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_jobs_that_cannot_be_done(tmp_path: Path, model_folder: str, recorded: str) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"max_new_tokens": 5000}, r"max_new_tokens 5000.*128"),
         ({"shard": "0/4"}, "0/4.*3 problems"),
-        ({"outputs": ""}, r"outputs\.jsonl"),  # of other problems
-    ],
-)
-def test_jobs_that_cannot_be_done(
-    tmp_path: Path, model_folder: str, recorded: str, options: dict[str, Any], message: str
-) -> None:
-    if "outputs" in options:
-        options = {"outputs": recorded}
-    config = FilterConfig(model=model_folder, input="tiny", num_problems=3, **options)
-    with pytest.raises(ValueError, match=message):
-        run_filter(filter_job.replace(config, output_dir=str(tmp_path / "out")))
+        ({"outputs": recorded}, r"outputs\.jsonl"),  # of other problems
+    ]
+    output_dir = str(tmp_path / "out")
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run_filter(
+                FilterConfig(
+                    model=model_folder,
+                    input="tiny",
+                    num_problems=3,
+                    output_dir=output_dir,
+                    **options,
+                )
+            )
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_defaults_and_yaml(tmp_path: Path) -> None:
@@ -242,8 +225,6 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
     assert paper.buckets == ("0-2000:600", "2000-4000:600", "4000-6000:1000", "6000-8000:800")
     tiny = FilterConfig(model="tiny", max_length=99).resolved()
     assert (tiny.input, tiny.max_length, tiny.max_new_tokens) == ("tiny", 99, 440)
-    found = parse(FilterConfig, arguments=["--config", "filter_tiny", "--num-problems", "9"])
-    assert (found.model, found.num_problems, found.max_new_tokens) == ("tiny", 9, 208)
     listed = tmp_path / "listed.yaml"
     listed.write_text("model: tiny\nbuckets:\n  - 0-5:1\n  - 5-9:2\n")
     assert parse(FilterConfig, arguments=["--config", str(listed)]).buckets == ("0-5:1", "5-9:2")
@@ -257,7 +238,7 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
         (["--buckets", "5"], "bucket '5'"),
         (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
         (["--engine", "sglang"], "--engine 'sglang'"),
-        (["--config", "absent.yaml"], "'absent.yaml'"),
+        (["--template", "some"], "unknown prompt template 'some'"),
         *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
         pytest.param(
             ["--engine", "vllm"],

@@ -46,15 +46,15 @@ def tokenizer() -> Any:
 
 def test_samples_hide_what_is_asked_for(tokenizer: Any) -> None:
     task = TextRecall(tokenizer, None, passkeys=3, passkey_words=4, min_length=900, max_length=1200)
+    assert all(len(tokenizer(f" {word}").input_ids) == 1 for word in filler_words(tokenizer))
     lengths = set()
     for seed in range(5):
         sample = task.draw(random.Random(seed))
         lengths.add(len(sample.ids))
         assert 900 <= len(sample.ids) <= 1200
         assert sample.ids[0] == tokenizer.bos_token_id
-        assert sample.answers == tuple(
-            range(sample.answers[0], len(sample.ids))
-        )  # all that follows the haystack
+        # all that follows the haystack
+        assert sample.answers == tuple(range(sample.answers[0], len(sample.ids)))
         asked = tokenizer.decode([sample.ids[i] for i in sample.answers])
         answers = [part.split()[:4] for part in asked.split("passkey is:")[1:]]
         assert len(answers) == 3
@@ -81,26 +81,19 @@ def test_the_haystack_is_the_given_text(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(sample.ids).count("moral tales") > 3
 
 
-def test_filler_is_made_of_whole_words(tokenizer: Any) -> None:
-    words = filler_words(tokenizer)
-    assert len(words) >= 200
-    assert all(len(tokenizer(f" {word}").input_ids) == 1 for word in words)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
-def test_a_haystack_that_is_none(tokenizer: Any, tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "hay.txt"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"--haystack .*hay\.txt"):
-        read_haystack(str(file), tokenizer)
-
-
-def test_what_cannot_work_is_one_sentence(tokenizer: Any) -> None:
+def test_what_cannot_work_is_one_sentence(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    for name in ("absent.txt", "empty.txt", "binary.txt"):
+        with pytest.raises(ValueError, match=rf"--haystack .*{name}"):
+            read_haystack(str(tmp_path / name), tokenizer)
     with pytest.raises(ValueError, match=r"passkeys.*\[1, 16\].*17"):
         TextRecall(tokenizer, [5], passkeys=17)
     with pytest.raises(ValueError, match="max_length=100"):
         TextRecall(tokenizer, [5], passkeys=3, min_length=50, max_length=100)
+    for passkeys in (1, 17):
+        with pytest.raises(ValueError, match=rf"passkeys.*\[2, 16\].* {passkeys}$"):
+            draw_recall(random.Random(0), passkeys)
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     with pytest.raises(ValueError, match="--haystack"):
         filler_words(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
@@ -109,7 +102,7 @@ def test_what_cannot_work_is_one_sentence(tokenizer: Any) -> None:
 # --- in the tiny model's words
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_only_given_bindings_are_asked_for_and_the_text_is_right(seed: int) -> None:
     problem, answer = draw_recall(random.Random(seed), passkeys=6)
     statements = problem.removesuffix(problem[problem.index(" . find") :]).split(" . ")
@@ -153,9 +146,3 @@ def test_the_tiny_model_can_read_the_task() -> None:
         total += len(sample.answers)
     assert total == 200
     assert right / total > 0.7  # 0.8 to 0.9 measured; guessing the digit gives 0.1
-
-
-@pytest.mark.parametrize("passkeys", [1, 17])
-def test_impossible_numbers_of_passkeys(passkeys: int) -> None:
-    with pytest.raises(ValueError, match=rf"passkeys.*\[2, 16\].* {passkeys}$"):
-        draw_recall(random.Random(0), passkeys)

@@ -12,40 +12,27 @@ from pathlib import Path
 import pytest
 
 from rlkv.verifier import Verifier
-from rlkv.verifier.extraction import last_box
 
 BAIT = {
     "ten_megabytes": "word 12 { \\alpha } " * 550_000,
     "ten_megabytes_of_open_boxes": "\\boxed{" * 1_500_000,
     "ten_megabytes_of_open_braces": "{" * 10_000_000,
-    "ten_megabytes_of_sentences": "the final answer is " * 500_000,
     "ten_megabytes_of_digits_boxed": "\\boxed{" + "9" * 10_000_000 + "}",
     "ten_megabytes_of_backslashes": "\\" * 10_000_000,
-    "ten_megabytes_of_dollars": "final answer is " + "$" * 10_000_000,
-    "unbalanced": "\\boxed{\\frac{1}{2",
     "closing_only": "}" * 100_000 + "\\boxed}{7",
-    "nested_boxes": "\\boxed{" * 1000 + "7" + "}" * 1000,
     "nested_boxes_open": "\\boxed{" * 1000 + "7",
     "nested_braces": "\\boxed{" + "{" * 400 + "8" + "}" * 400 + "}",
-    "nested_fractions": "\\boxed{" + "\\frac{" * 140 + "1" + "}{2}" * 140 + "}",
     "nested_parentheses": "\\boxed{" + "(" * 450 + "8" + ")" * 450 + "}",
-    "tower": "\\boxed{9**9**9**9}",
     "tower_latex": "\\boxed{9^{9^{9^{9}}}}",
     "tower_huge": "\\boxed{(10^{10})^{(10^{10})^{10}}}",
     "factorials": "\\boxed{((99999999!)!)!}",
     "binomial": "\\boxed{\\binom{10^{9}}{5 \\cdot 10^{8}}}",
-    "sum": "\\boxed{\\sum_{k=1}^{10^{9}} \\sin(k^k)}",
     "integral": "\\boxed{\\int_0^1 \\int_0^1 e^{\\sin(x^y)} \\sqrt{\\tan(x y)} dx dy}",
     "code": "\\boxed{__import__('os').system('touch HACKED')}",
-    "code_block": "```python\nimport os; os._exit(0)\n``` \\boxed{exit()}",
     "nul_bytes": "\\boxed{7\0}",
-    "nul_everywhere": "\0" * 1_000_000,
     "surrogate": "\\boxed{\ud800}",
-    "newlines": "\\boxed{8\n1\n}",
     "regex_bait_digits": "\\boxed{" + "1," * 480 + "!}",
     "regex_bait_letters": "\\boxed{" + "a" * 900 + "!}",
-    "regex_bait_spaces": "\\boxed{8" + " " * 900 + "x}",
-    "regex_bait_dollars": "\\boxed{" + "$" * 900 + "}",
     "regex_bait_equations": "\\boxed{" + "a=" * 450 + "}",
     "regex_bait_text": "\\boxed{" + "\\text{and}" * 90 + "}",
 }
@@ -82,12 +69,6 @@ def test_adversarial_text_is_not_equal_within_the_limit(
     pairs = [(r"\frac{2}{4}", "0.5"), (r"\frac{2}{4}", "0.6")]
     assert hasty_verifier.are_equal(pairs) == [True, False]
     assert not list(tmp_path.iterdir())
-
-
-def test_the_right_answer_may_be_bait_too(hasty_verifier: Verifier) -> None:
-    for name in ("tower_latex", "nested_parentheses", "surrogate"):
-        content = last_box(BAIT[name])
-        assert hasty_verifier.are_equal([(content, "7")]) == [False]
 
 
 def test_the_limit_is_cpu_time(hasty_verifier: Verifier) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlkv.data.problems import text_field
 from rlkv.evaluation.sandbox import isolation
 
 Kind = Literal["math", "choice", "code", "instructions"]
@@ -121,3 +122,11 @@ def first_field(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> s
         f"{where} has none of the fields {', '.join(names)}: it has "
         f"{', '.join(sorted(map(str, row)))}"
     )
+
+
+def text_or(row: dict[str, Any], names: tuple[str, ...], where: str, default: str) -> str:
+    """Return the first of ``names`` that the row has as text, or ``default``."""
+    for name in names:
+        if name in row:
+            return text_field(row, name, where)
+    return default

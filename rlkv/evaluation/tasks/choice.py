@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlkv.data.problems import text_field
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, text_or
 from rlkv.verifier.extraction import after_thinking, last_box
 
 MAX_NESTED = 8
@@ -188,7 +188,7 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         raise ValueError(
             f"{where}: answer {answer!r} and answer_index {index!r} do not name one of {letters}"
         )
-    key = text_field(row, "question_id", where) if "question_id" in row else str(number)
+    key = text_or(row, ("question_id",), where, str(number))
     question = text_field(row, "question", where)
     return _parsed(key, question, options, answer, category=row.get("category"))
 
@@ -236,7 +236,7 @@ def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
     if not question or not all(options):
         raise ValueError(f"{where}: the question or an answer is empty")
     order = random.Random(question).sample(range(4), 4)
-    key = text_field(row, "Record ID", where) if "Record ID" in row else str(number)
+    key = text_or(row, ("Record ID",), where, str(number))
     return _parsed(key, question, [options[i] for i in order], ascii_uppercase[order.index(0)])
 
 
@@ -249,7 +249,7 @@ def parse_longreason(row: dict[str, Any], where: str, number: int) -> ParsedRow:
     answer = text_field(row, "answer", where).strip().upper()
     if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
         raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
-    key = text_field(row, "example_idx", where) if "example_idx" in row else str(number)
+    key = text_or(row, ("example_idx",), where, str(number))
     meta = {"problem": prompt, "options": list(ascii_uppercase)}
     return ParsedRow(key, {"problem": prompt}, answer, meta)
 

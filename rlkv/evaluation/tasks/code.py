@@ -18,7 +18,15 @@ from typing import Any
 
 from rlkv.data.problems import text_field
 from rlkv.evaluation.sandbox import Limits, run_tests
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
+from rlkv.evaluation.tasks.base import (
+    EvalProblem,
+    EvalTask,
+    HubData,
+    ParsedRow,
+    Row,
+    first_field,
+    text_or,
+)
 from rlkv.verifier.extraction import after_thinking
 
 # the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence
@@ -111,7 +119,7 @@ def parse_mbpp(row: dict[str, Any], where: str, number: int) -> ParsedRow:
     if (row.get("test_setup_code") or "").strip():
         setup.append(row["test_setup_code"])
     return ParsedRow(
-        key=text_field(row, "task_id", where) if "task_id" in row else str(number),
+        key=text_or(row, ("task_id",), where, str(number)),
         texts={"problem": problem.strip(), "tests": "\n".join(tests)},
         answer=text_field(row, "code", where).replace("\r\n", "\n").replace("\r", "\n"),
         meta={"problem": problem, "tests": tests, "setup": "\n".join(setup)},
@@ -217,7 +225,7 @@ def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedR
     starter = text_field(row, "starter_code", where)
     form = STARTER.replace("{starter}", starter) if starter.strip() else STDIN
     return ParsedRow(
-        key=text_field(row, "question_id", where) if "question_id" in row else str(number),
+        key=text_or(row, ("question_id",), where, str(number)),
         texts={"problem": question, "form": form},
         answer="",
         meta={"problem": question, "function": function, **packed},

@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any
 
 from rlkv.data.problems import text_field
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_field
+from rlkv.evaluation.tasks.base import (
+    EvalProblem,
+    EvalTask,
+    HubData,
+    ParsedRow,
+    Row,
+    first_field,
+    text_or,
+)
 from rlkv.models.prompts import TEMPLATES
 from rlkv.smol import MAX_NEW_TOKENS
 from rlkv.smol import problems as smol_problems
@@ -40,18 +48,11 @@ def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: N
     answer = reference_answer(reference)
     if not problem.strip() or not answer:
         raise ValueError(f"{where}: the problem or its answer is empty")
-    solution = _first(row, ("solution", "Solution"), where, default="")
+    solution = text_or(row, ("solution", "Solution"), where, default="")
     if not solution and reference.strip() != answer:
         solution = reference
-    key = _first(row, ids, where, default=str(number))
+    key = text_or(row, ids, where, default=str(number))
     return ParsedRow(key, {"problem": problem}, answer, {"problem": problem, "solution": solution})
-
-
-def _first(row: dict[str, Any], names: Names, where: str, default: str) -> str:
-    for name in names:
-        if name in row:
-            return text_field(row, name, where)
-    return default
 
 
 def math_task(

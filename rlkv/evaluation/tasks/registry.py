@@ -11,7 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rlkv.data.problems import SUFFIXES, read_rows, text_field
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, text_or
 from rlkv.evaluation.tasks.choice import GPQA_DIAMOND, LONGREASON, MMLU_PRO
 from rlkv.evaluation.tasks.code import LIVECODEBENCH, MBPP
 from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
@@ -77,7 +77,7 @@ def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         raise ValueError(
             f"{where}: {', '.join(map(str, names))}: {type(error).__name__}: {error}"
         ) from None
-    key = text_field(row, "key", where) if "key" in row else str(number)
+    key = text_or(row, ("key",), where, str(number))
     return ParsedRow(key, {"problem": prompt}, "", meta)
 
 

@@ -14,7 +14,6 @@ import pytest
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.choice import extract_letter
 from rlkv.evaluation.tasks.registry import TASKS, load_task
-from rlkv.verifier.extraction import after_thinking
 
 OPTIONS = "A: 3 m/s\nB: 4 m/s\nC: 5 m/s\nD: 6 m/s"
 # what each text chooses, and "-" where it chooses nothing; \n is a line break
@@ -63,6 +62,8 @@ D The answer is B. On reflection: \boxed{D}
 D The answer is not (B) but (D).
 C Answer: C, A is wrong because it is slow.
 C <think>The answer is A. No, the answer is B.</think>\n\nAnswer: C
+C The answer is B. </think> Answer: C
+- <think> B. </think> So <think> The answer is B. Wait
 - I do not know.
 - The answer is a matter of taste.
 - The answer is I think unclear.
@@ -94,25 +95,13 @@ def test_answer_styles() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "the answer is " * 5000,
-        "\\text{" * 5000,
-        "(A) " * 20000,
-        "answer a a a a a a " * 3000,
-        "\\boxed{" * 3000,
-    ],
+    ["the answer is " * 5000, "\\text{" * 5000, "(A) " * 20000, "answer a a a a a a " * 3000],
 )
 def test_long_texts_take_no_time(text: str) -> None:
     started = time.monotonic()
     extract_letter(text, 10)
     # seconds where reading is linear, minutes where it is not
     assert time.monotonic() - started < 60
-
-
-def test_what_follows_the_thoughts() -> None:
-    assert after_thinking("<think> The answer is B. </think> It is C.") == " It is C."
-    assert after_thinking("The answer is B. </think> It is C.") == " It is C."
-    assert after_thinking("<think> B. </think> So <think> The answer is B. Wait") == ""
 
 
 def load(folder: Path, task: str, *rows: dict[str, Any], limit: int | None = None) -> Any:
