@@ -100,6 +100,7 @@ def test_what_an_option_does_not_take_is_one_sentence(arguments: list[str], mess
     [
         ("modle: x\n", "unknown keys modle"),
         ("- a\n", "list"),
+        ("a: " + "[" * 5000, "not readable as YAML"),
         ("a: [", "YAML"),
         ("sparsities: [2]\n", "sparsities"),
         ("engine: jax\n", "--engine 'jax'.*hf, vllm"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,56 +23,45 @@ from rlkv.models.builtin import TINY_FOLDER
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
-from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 
 
-@pytest.fixture(scope="session")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gates of a random model, which is in the same folder."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    ids = {
-        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
-    }
+    ids = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids[name] = getattr(tokenizer, name)
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def gates_file(saved_model: Path) -> Path:
-    model = make_tiny_model("llama")
     alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    path = saved_model / "gates.pt"
-    shape = ModelShape.from_config(model.config, model_id=str(saved_model))
+    path = folder / "gates.pt"
+    shape = ModelShape.from_config(model.config, model_id=str(folder))
     HeadGates(alpha=alpha, model=shape, sink=2, window=8, deploy_sink=2, deploy_window=6).save(path)
     return path
 
 
 def test_the_gates_say_which_template(gates_file: Path, tmp_path: Path) -> None:
-    gates = HeadGates.load(gates_file)
-    trained = replace(gates, training={"template": "plain"})
-    trained.save(tmp_path / "plain.pt")
-    for options, template in (({}, "plain"), ({"template": "boxed"}, "boxed")):
-        config = InferConfig(gates=str(tmp_path / "plain.pt"), prompt="a=1 . find a ?", **options)
+    plain = tmp_path / "plain.pt"
+    replace(HeadGates.load(gates_file), training={"template": "plain"}).save(plain)
+    expected = ((plain, None, "plain"), (plain, "boxed", "boxed"), (gates_file, None, "rlkv"))
+    for gates, asked, template in expected:
+        config = InferConfig(gates=str(gates), prompt="a=1 . find a ?", template=asked)
         assert InferSession.open(config).template == template
-    assert (
-        InferSession.open(InferConfig(gates=str(gates_file), prompt="a=1 . find a ?")).template
-        == "rlkv"
-    )
 
 
 @pytest.fixture
 def problems_file(tmp_path: Path) -> Path:
     path = tmp_path / "problems.jsonl"
-    drawn = problems(10, seed=0)
-    path.write_text(
-        "".join(json.dumps({"problem": p["problem"], "answer": p["answer"]}) + "\n" for p in drawn)
-    )
+    with path.open("w") as file:
+        for row in problems(10, seed=0):
+            print(json.dumps({"problem": row["problem"], "answer": row["answer"]}), file=file)
     return path
 
 
@@ -112,16 +100,6 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
         held, full = in_use(capsys.readouterr().err)
         tokens = full // (12 * ENTRY)
         assert held == 6 * (tokens + first + 6) * ENTRY
-
-
-def test_a_short_text_takes_no_more_than_the_full_cache(
-    gates_file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    infer(
-        "--gates", gates_file, "--window", 200, "--prompt", "a=7 . find a ?", "--max-new-tokens", 2
-    )
-    held, full = in_use(capsys.readouterr().err)
-    assert held == full > 0, "empty entries and headroom are not in use"
 
 
 def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
@@ -219,9 +197,8 @@ def test_interrupted_runs_end_with_the_same_file(
     output = tmp_path / "out.jsonl"
     settings = tmp_path / "out.jsonl.settings.json"
     line_ends = [i + 1 for i, byte in enumerate(expected) if byte == ord("\n")]
-    # torn in the first line, inside a batch, at the end of a batch, inside the last line, and
-    # complete
-    for cut in (10, line_ends[3] + 5, line_ends[5], len(expected) - 3, len(expected)):
+    # torn in the first line, inside a batch, at the end of a batch, and complete
+    for cut in (10, line_ends[3] + 5, line_ends[5], len(expected)):
         output.write_bytes(expected[:cut])
         settings.write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
         calls.clear()
@@ -229,22 +206,6 @@ def test_interrupted_runs_end_with_the_same_file(
         assert output.read_bytes() == expected
         finished = sum(end <= cut for end in line_ends)
         assert sum(calls) == 10 - finished // 3 * 3 if finished < 10 else not calls
-
-
-@pytest.mark.slow
-def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, tokens=300))
-    arguments = batch_arguments(gates_file, problems_file, output, tokens=300)
-    process = warm.start(["-m", "rlkv.cli.infer", *arguments])
-    deadline = time.monotonic() + 120
-    while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.join()
-    assert 0 < len(output.read_bytes().splitlines()) <= 10
-    infer(*arguments)
-    assert output.read_bytes() == whole.read_bytes()
 
 
 def test_other_settings_are_refused_by_name(
@@ -257,23 +218,13 @@ def test_other_settings_are_refused_by_name(
         infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0.25))
     with pytest.raises(ValueError, match=r"\(seed\).* 0\b.* 4\b"):
         infer(*batch_arguments(gates_file, problems_file, output, "--seed", 4))
+    eviction = ("--eviction", "tova", "--budget", 40)
+    with pytest.raises(ValueError, match=r"eviction.*tova"):
+        infer(*batch_arguments(gates_file, problems_file, output, *eviction))
     problems_file.write_text(problems_file.read_text().replace("find", "find find", 1))
     with pytest.raises(ValueError, match="input was"):
         infer(*batch_arguments(gates_file, problems_file, output))
     assert output.read_bytes() == before
-
-
-def test_a_file_of_someone_else_is_never_touched(
-    gates_file: Path, problems_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out.jsonl"
-    output.write_text("my notes")
-    monkeypatch.setattr(
-        "rlkv.models.loading.load_model", lambda *_, **__: pytest.fail("refused late")
-    )
-    with pytest.raises(ValueError, match=r"out\.jsonl exists.*left as it is"):
-        infer(*batch_arguments(gates_file, problems_file, output))
-    assert output.read_text() == "my notes"
 
 
 @pytest.mark.parametrize(
@@ -308,17 +259,14 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         ("--gates GATES --prefill some", "unknown prefill 'some'"),
         ("--gates GATES --template some", "unknown prompt template 'some'"),
         ("--gates GATES --model ./absent", "absent"),
-        ("--gates GATES --device abacus", "unknown device 'abacus'"),
         ("--gates GATES --dtype int1", "unknown dtype 'int1'"),
         ("--gates GATES --prompt x --max-new-tokens 9999", "max_new_tokens"),
         ("--gates GATES --prompt x --temperature -1", "temperature"),
         ("--gates GATES --prompt x --window 1000000000", "the model has 512 positions"),
         ("--gates GATES --prompt a\udcff", "--prompt holds bytes that are no UTF-8"),
         ("--gates GATES --prompt x --device meta", "'meta'"),
-        ("--config DEEP", "not readable as YAML"),
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),
-        ("--gates GATES --input IN --output IN/out.jsonl", "is no folder"),
         ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
     ],
 )
@@ -330,12 +278,10 @@ def test_user_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
     before = sorted(tmp_path.iterdir())
-    files = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml"}
-    paths = {name: str(tmp_path / file) for name, file in files.items()}
-    paths |= {"IN/out.jsonl": str(tmp_path / "in.jsonl/out.jsonl"), "GATES": str(gates_file)}
+    paths = {"OUT": str(tmp_path / "out.jsonl"), "IN": str(tmp_path / "in.jsonl")}
+    paths["GATES"] = str(gates_file)
     words = [paths.get(word, word) for word in arguments.split()]
     monkeypatch.setattr("sys.argv", ["rlkv-infer", *words])
     with pytest.raises(SystemExit) as exit_info:
@@ -348,37 +294,9 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
 
 
-def test_gates_of_the_built_in_model_are_read_once(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    gates = HeadGates(torch.rand(4, 6, generator=torch.Generator().manual_seed(0)))
-    monkeypatch.setattr(HeadGates, "load", lambda path: asked.append(path) or gates)
-    infer("--model", "tiny", "--prompt", "a=7 . find a ?", "--max-new-tokens", 5)
-    assert asked == ["tiny"]
-    assert "heads: 12 full, 12 compressible" in capsys.readouterr().err
-
-
 # --- eviction
 
 PROBLEM = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . f = e - c . g = f + a . find g ?"
-
-
-def run_tiny(*arguments: object) -> None:
-    infer(*arguments, "--model", "tiny", "--max-new-tokens", 80)
-
-
-def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
-    problems, answers = tmp_path / "problems.jsonl", tmp_path / "answers.jsonl"
-    problems.write_text(json.dumps({"problem": PROBLEM, "answer": "1"}) + "\n")
-    files = ("--input", str(problems), "--output", str(answers))
-    policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
-    run_tiny(*files, *policy, "--budget", "30")
-    before = answers.read_bytes()
-    with pytest.raises(ValueError, match=r"\(eviction\.budget\).* 30\b.* 31\b"):
-        run_tiny(*files, *policy, "--budget", "31")
-    assert answers.read_bytes() == before
-    run_tiny(*files, *policy, "--budget", "30")
 
 
 def test_a_chat_evicts_from_turn_to_turn() -> None:
@@ -394,26 +312,6 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
     assert chat.restarted == 0
 
 
-def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    gates.write_text(
-        "\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n"
-    )
-    options = (
-        "--eviction",
-        "rkv",
-        "--budget",
-        "24",
-        "--eviction-option",
-        "buffer=4",
-        "--sparsity",
-        "0.5",
-    )
-    run_tiny("--gates", str(gates), *options, "--prompt", PROBLEM)
-    assert "12 full, 12 compressible (rkv)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -427,18 +325,15 @@ def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFix
         ("rkv --budget 64 --sparsity 0.5", "--sparsity"),
         ("rkv --budget 64 --sink 4", "--sink"),
         ("rkv --budget 64 --eviction-option budget=5", "budget is given"),
-        ("rkv --budget 64 --eviction-option lam=0.2 lam=0.2", "option lam"),
         ("rkv --budget 64 --eviction-option kernel=3.0", "kernel is 3.0"),
-        ("rkv --budget 64 --eviction-option protect_prompt=2", "protect_prompt is 2"),
         ("sink_window --budget 20 --eviction-option window=30", "window"),
         ("rpc --eviction-option c=NaN", "c is nan"),
-        ("rpc --eviction-option R=[1]", "R is [1]"),
         ("rpc --budget 64 --eviction-option P=512", "rpc: P"),
     ],
 )
 def test_bad_options_of_eviction_are_one_sentence(arguments: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run_tiny("--prompt", PROBLEM, "--eviction", *arguments.split())
+        infer("--model", "tiny", "--prompt", PROBLEM, "--eviction", *arguments.split())
 
 
 # --- how far answers go, and how thinking is shown
@@ -454,13 +349,8 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        if path.exists():
-            path.write_text(
-                json.dumps(
-                    json.loads(path.read_text())
-                    | {"eos_token_id": 0, "max_position_embeddings": 700}
-                )
-            )
+        changed = {"eos_token_id": 0, "max_position_embeddings": 700}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return folder
 
 
@@ -479,20 +369,20 @@ def test_a_chat_goes_on_to_the_models_limit(
     assert f"cut at {first} tokens" in err
 
 
-def test_answers_in_a_file_have_the_papers_limit() -> None:
-    chat, file = (
-        InferConfig(gates="tiny"),
-        InferConfig(gates="tiny", input=Path("in"), output=Path("out")),
-    )
-    assert chat.longest_answer(131_072, 72) == 131_000
-    assert file.longest_answer(131_072, 72) == 8192
-    assert file.longest_answer(1024, 24) == 1000
-    assert InferConfig(gates="tiny", backend="vllm", prompt="x").longest_answer(131_072, 72) == 8192
-    assert InferConfig(gates="tiny", max_new_tokens=5).longest_answer(131_072, 72) == 5
-    session = InferSession.open(InferConfig(model="tiny", prompt=SHORT))
-    assert session.sampling.max_new_tokens == 1024 - len(
-        session.engine.encode(session.render(SHORT))
-    )
+@pytest.mark.parametrize(
+    ("options", "positions", "prompt", "expected"),
+    [
+        ({}, 131_072, 72, 131_000),  # a chat
+        ({"input": Path("in"), "output": Path("out")}, 131_072, 72, 8192),
+        ({"input": Path("in"), "output": Path("out")}, 1024, 24, 1000),
+        ({"backend": "vllm", "prompt": "x"}, 131_072, 72, 8192),
+        ({"max_new_tokens": 5}, 131_072, 72, 5),
+    ],
+)
+def test_answers_in_a_file_have_the_papers_limit(
+    options: dict[str, Any], positions: int, prompt: int, expected: int
+) -> None:
+    assert InferConfig(gates="tiny", **options).longest_answer(positions, prompt) == expected
 
 
 class Terminal(io.StringIO):
@@ -547,9 +437,16 @@ def test_what_does_not_is_named(change: dict[str, Any], message: str) -> None:
         InferConfig(**{**SERVED, **change}).check()
 
 
-def test_the_built_in_model_has_gates_of_its_own() -> None:
-    assert InferConfig(model="tiny").gates_source == "tiny"
-    assert InferConfig(model="tiny", eviction="rkv", budget=64).gates_source is None
-    assert InferConfig(model="tiny", gates="own.pt").gates_source == "own.pt"
-    assert InferConfig(model="smol").gates_source == "smol"
-    assert InferConfig(model="other").gates_source is None
+@pytest.mark.parametrize(
+    ("options", "gates"),
+    [
+        ({"model": "tiny"}, "tiny"),
+        ({"model": "tiny", "eviction": "rkv", "budget": 64}, None),
+        ({"model": "tiny", "gates": "own.pt"}, "own.pt"),
+        ({"model": "other"}, None),
+    ],
+)
+def test_the_built_in_model_has_gates_of_its_own(
+    options: dict[str, Any], gates: str | None
+) -> None:
+    assert InferConfig(**options).gates_source == gates
