@@ -66,6 +66,14 @@ def check_least(settings: Any, least: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def passes(prompts: int, group: int, at_once: int) -> int:
+    """Return the fewest forward passes of ``at_once`` samples for ``prompts`` whole groups."""
+    number = -(-prompts * group // at_once)
+    while number * at_once % group:
+        number += 1
+    return number
+
+
 @dataclass
 class RunSettings:
     """Model, data and logging: what all finders have."""
@@ -342,11 +350,9 @@ class GateTrainingArguments(GRPOConfig):
     def __post_init__(self) -> None:
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
-            group = self.num_generations or 1
-            passes = -(-self.prompts_per_step * group // at_once)
-            while passes * at_once % group:  # trl wants passes that hold whole groups
-                passes += 1
-            self.gradient_accumulation_steps = passes
+            self.gradient_accumulation_steps = passes(
+                self.prompts_per_step, self.num_generations or 1, at_once
+            )
         recipe = RECIPES[self.recipe]
         if self.epsilon is None:
             self.epsilon = recipe.epsilon

@@ -14,7 +14,13 @@ from tests.golden.runs import PROGRAMS, PROJECT, ROOT, SUBCOMMANDS, invoke
 
 
 def options_of(help_text: str) -> dict[str, str]:
-    """Read names of options and their defaults from what argparse or tyro print."""
+    """Read names of options and their defaults from what argparse or tyro print.
+
+    Raises:
+        ValueError: if groups stand side by side, as tyro prints them on a wide terminal.
+    """
+    if re.search("╮ *╭", help_text):
+        raise ValueError("--help has two columns: record with COLUMNS=100")
     found: dict[str, str] = {}
     name = ""
     for line in re.split(r"\n(?=options:|╭)", help_text, maxsplit=1)[-1].splitlines():
