@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,20 @@ def test_the_gates_say_which_template(gates_file: Path, tmp_path: Path) -> None:
         assert InferSession.open(config).template == template
 
 
+Ask = Callable[..., tuple[str, str]]
+PROMPT = ("--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
+
+
 @pytest.fixture
-def problems_file(tmp_path: Path) -> Path:
-    path = tmp_path / "problems.jsonl"
-    with path.open("w") as file:
-        for row in problems(10, seed=0):
-            print(json.dumps({"problem": row["problem"], "answer": row["answer"]}), file=file)
-    return path
+def ask(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command with the gates, or with those that an option names; what it prints."""
+
+    def run(*options: object) -> tuple[str, str]:
+        gates = () if "--gates" in options else ("--gates", gates_file)
+        infer(*gates, *options)
+        return capsys.readouterr()
+
+    return run
 
 
 def in_use(err: str) -> tuple[int, int]:
@@ -71,12 +79,8 @@ def in_use(err: str) -> tuple[int, int]:
     return int(held.replace(",", "")), int(full.replace(",", ""))
 
 
-def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    infer(
-        *("--gates", gates_file, "--sparsity", 0.5, "--max-new-tokens", 30),
-        *("--prompt", "a=7 . b=2 . find b ?"),
-    )
-    out, err = capsys.readouterr()
+def test_one_prompt(ask: Ask) -> None:
+    out, err = ask("--sparsity", 0.5, *PROMPT)
     assert len(out.split()) > 5
     assert "<pad>" not in out
     tokens = int(re.search(r"^(\d+) tokens", err, re.MULTILINE)[1])
@@ -90,141 +94,121 @@ def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
-    gates_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    ask: Ask, gates_file: Path, tmp_path: Path
 ) -> None:
-    protecting = tmp_path / "gates.pt"
-    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(protecting)
-    options = [(gates_file, "--protect-prompt"), (protecting,), (protecting, "--no-protect-prompt")]
-    for (gates, *flags), first in zip(options, (11, 11, 2), strict=True):  # of the prompt, or sinks
-        infer("--gates", gates, *flags, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
-        held, full = in_use(capsys.readouterr().err)
+    protecting = ("--gates", tmp_path / "gates.pt")
+    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(tmp_path / "gates.pt")
+    options = [("--protect-prompt",), protecting, (*protecting, "--no-protect-prompt")]
+    for flags, first in zip(options, (11, 11, 2), strict=True):  # of the prompt, or sinks
+        held, full = in_use(ask(*flags, *PROMPT)[1])
         tokens = full // (12 * ENTRY)
         assert held == 6 * (tokens + first + 6) * ENTRY
 
 
-def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
-    gates_file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    infer(
-        *("--gates", gates_file, "--sparsity", 0, "--compare-full", "--max-new-tokens", 20),
-        *("--prompt", "a=7 . find a ?"),
-    )
-    out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if line.strip()]
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
+def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(ask: Ask) -> None:
+    out, err = ask("--sparsity", 0, "--compare-full", *PROMPT)
+    first, second = [line for line in out.splitlines() if line.strip()]
+    assert first == second
     assert "the same tokens" in err
 
 
-def test_sampling_follows_the_seed(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    texts = []
-    for seed in (1, 1, 2):
-        sampled = ("--temperature", 1, "--seed", seed, "--max-new-tokens", 20)
-        infer("--gates", gates_file, "--prompt", "a=7 . find a ?", *sampled)
-        texts.append(capsys.readouterr().out)
+def test_sampling_follows_the_seed(ask: Ask) -> None:
+    texts = [ask("--temperature", 1, "--seed", seed, *PROMPT)[0] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_chat_goes_on_with_its_cache(
-    gates_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n")
-    )
-    infer("--gates", gates_file, "--max-new-tokens", 20, "--prefill", "local")
-    out, err = capsys.readouterr()
-    turns = [line for line in out.splitlines() if line.strip()]
-    assert len(turns) == 3
-    assert turns[0] == turns[2]
+def test_chat_goes_on_with_its_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = "a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(messages))
+    out, err = ask("--max-new-tokens", 20, "--prefill", "local")
+    first, _, again = [line for line in out.splitlines() if line.strip()]
+    assert first == again
     bytes_full = [int(n.replace(",", "")) for n in re.findall(r"/ ([\d,]+) \(", err)]
     assert bytes_full[1] > bytes_full[0] == bytes_full[2]
     assert "read again" not in err
+
+
+# --- files
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def batch_arguments(
-    gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12
-) -> list[str]:
-    arguments = ["--gates", gates_file, "--input", problems_file, "--output", output]
-    arguments += ["--batch-size", 3]
-    return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[object, ...]:
+    """Options to answer ten problems."""
+    drawn = problems(10, seed=0)
+    rows = [{"problem": row["problem"], "answer": row["answer"]} for row in drawn]
+    write_lines(tmp_path / "in.jsonl", rows)
+    paths = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    return (*paths, "--batch-size", 3, "--max-new-tokens", 12)
 
 
-def test_batch_with_answers(
-    gates_file: Path, problems_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    output = tmp_path / "out.jsonl"
-    first, second, *others = read_lines(problems_file)
-    ungraded = [{"problem": first["problem"]}, {**second, "answer": None}]
-    problems_file.write_text("".join(json.dumps(row) + "\n" for row in [*ungraded, *others]))
-    infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0, "--compare-full"))
-    rows = read_lines(output)
-    given = read_lines(problems_file)
+    given = read_lines(tmp_path / "in.jsonl")
+    del given[0]["answer"]
+    given[1]["answer"] = None
+    write_lines(tmp_path / "in.jsonl", given)
+    err = ask(*files, "--sparsity", 0, "--compare-full")[1]
+    rows = read_lines(tmp_path / "out.jsonl")
     assert [row["index"] for row in rows] == list(range(10))
     assert [row["problem"] for row in rows] == [row["problem"] for row in given]
     assert all(row["output"] == row["output_full"] for row in rows)
     assert all(row["output_tokens"] <= 12 for row in rows)
     assert ["correct" in row for row in rows] == [False] * 2 + [True] * 8
-    err = capsys.readouterr().err
     graded = r"accuracy \d\.\d{4} over 8 problems, 2 more have no answer"
     assert re.search(f"compressed  {graded}", err)
     assert re.search(f"full cache  {graded}", err)
 
 
 def test_interrupted_runs_end_with_the_same_file(
-    gates_file: Path,
-    problems_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ask: Ask, files: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tmp_path / "whole.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, "--temperature", 1))
-    expected = whole.read_bytes()
-    calls: list[int] = []
+    output = tmp_path / "out.jsonl"
+    ask(*files, "--temperature", 1)
+    expected = output.read_bytes()
+    decoded: list[str] = []
     original = InferenceEngine.batch
 
-    def counting(
-        self: InferenceEngine, prompts: list[str], *args: object, **kwargs: object
-    ) -> object:
-        calls.append(len(prompts))
-        return original(self, prompts, *args, **kwargs)
+    def counting(self: InferenceEngine, prompts: list[str], *others: Any, **more: Any) -> Any:
+        decoded.extend(prompts)
+        return original(self, prompts, *others, **more)
 
     monkeypatch.setattr(InferenceEngine, "batch", counting)
-    output = tmp_path / "out.jsonl"
-    settings = tmp_path / "out.jsonl.settings.json"
     line_ends = [i + 1 for i, byte in enumerate(expected) if byte == ord("\n")]
     # torn in the first line, inside a batch, at the end of a batch, and complete
-    for cut in (10, line_ends[3] + 5, line_ends[5], len(expected)):
+    cuts = {10: 10, line_ends[3] + 5: 7, line_ends[5]: 4, len(expected): 0}
+    for cut, left in cuts.items():
         output.write_bytes(expected[:cut])
-        settings.write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
-        calls.clear()
-        infer(*batch_arguments(gates_file, problems_file, output, "--temperature", 1))
+        decoded.clear()
+        ask(*files, "--temperature", 1)
         assert output.read_bytes() == expected
-        finished = sum(end <= cut for end in line_ends)
-        assert sum(calls) == 10 - finished // 3 * 3 if finished < 10 else not calls
+        assert len(decoded) == left
 
 
 def test_other_settings_are_refused_by_name(
-    gates_file: Path, problems_file: Path, tmp_path: Path
+    ask: Ask, files: tuple[object, ...], tmp_path: Path
 ) -> None:
-    output = tmp_path / "out.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, output))
-    before = output.read_bytes()
-    with pytest.raises(ValueError, match=r"sparsity.*0.5.*0.25"):
-        infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0.25))
-    with pytest.raises(ValueError, match=r"\(seed\).* 0\b.* 4\b"):
-        infer(*batch_arguments(gates_file, problems_file, output, "--seed", 4))
-    eviction = ("--eviction", "tova", "--budget", 40)
-    with pytest.raises(ValueError, match=r"\(eviction\)"):
-        infer(*batch_arguments(gates_file, problems_file, output, *eviction))
+    ask(*files)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    for changed, message in (
+        (("--sparsity", 0.25), "sparsity.*0.5.*0.25"),
+        (("--seed", 4), r"\(seed\).* 0\b.* 4\b"),
+        (("--eviction", "tova", "--budget", 40), r"\(eviction\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(*files, *changed)
+    problems_file = tmp_path / "in.jsonl"
     problems_file.write_text(problems_file.read_text().replace("find", "find find", 1))
     with pytest.raises(ValueError, match="input was"):
-        infer(*batch_arguments(gates_file, problems_file, output))
-    assert output.read_bytes() == before
+        ask(*files)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -238,11 +222,12 @@ def test_other_settings_are_refused_by_name(
         ('{"problem": "a", "b": ' + "[" * 99999 + "\n", "line 1.*nested too deeply"),
     ],
 )
-def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text(content)
+def test_unreadable_problems(
+    ask: Ask, files: tuple[object, ...], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
-        infer(*batch_arguments(gates_file, path, tmp_path / "out.jsonl"))
+        ask(*files)
 
 
 @pytest.mark.parametrize(
@@ -354,17 +339,13 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tokens(err: str) -> list[int]:
-    return [int(line.split()[0]) for line in err.splitlines() if " tokens, " in line]
-
-
 def test_a_chat_goes_on_to_the_models_limit(
-    endless: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ask: Ask, endless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{SHORT}\n/reset\n{SHORT}\n{SHORT}\n"))
-    infer("--gates", "tiny", "--model", endless)
-    err = capsys.readouterr().err
-    first, again, second_turn = tokens(err)
+    err = ask("--gates", "tiny", "--model", endless)[1]
+    found = [int(line.split()[0]) for line in err.splitlines() if " tokens, " in line]
+    first, again, second_turn = found
     assert first == again > 512 > second_turn > 0  # which has the room that the first turn leaves
     assert f"cut at {first} tokens" in err
 

@@ -24,11 +24,13 @@ def options_of(help_text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     name = ""
     for line in re.split(r"\n(?=options:|╭)", help_text, maxsplit=1)[-1].splitlines():
-        start = re.match(r"(?:│ |  )(?:-h, )?(--[\w-]+|(?:[A-Z_]+|hf://\S+)(?=  ))", line)
+        start = re.match(r"(?:│ |  )(?:-h, )?(--\w[\w-]*|(?:[A-Z_]+|hf://\S+)(?=  ))", line)
         if start:
             name = start[1].replace("_", "-")
             found[name] = ""
-        if name and line[:1] not in "╭╰":
+        if line.startswith(("╭", "╰")):
+            name = ""  # what follows is the heading of a group
+        if name:
             found[name] += " " + line.strip("│ ")
     for name, text in found.items():
         default = re.search(r"\((?:default: (.*)|required)\)$", text.strip())
