@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import Field, field, fields, make_dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import (
     Annotated,
@@ -41,10 +40,6 @@ import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
 T = TypeVar("T")
-CONFIG_HELP = """
-
---config {what} sets defaults from YAML with these names.
---verbose shows what other libraries print as well."""
 YES = {"true", "yes", "1"}
 NO = {"false", "no", "0"}
 OTHERS = "others"  # the group of options that --help does not show
@@ -67,21 +62,19 @@ def read_config(path: Path) -> dict[str, Any]:
             base.
     """
     values = _read_mapping(path)
-    base = values.pop("base", None)
-    if base is None:
+    name = values.pop("base", None)
+    if name is None:
         return values
-    folder = path.resolve().parent
-    if not base or (folder / f"{base}.yaml").parent != folder:
+    base = path.resolve().parent / f"{name}.yaml"
+    if "/" in str(name) or not base.is_file():
         raise ValueError(
-            f"--config {path}: base: {base!r} is not the name of a config in its folder, without "
-            ".yaml"
+            f"--config {path}: its base {name}.yaml is not in its folder: write base: NAME "
+            "without .yaml"
         )
-    if not (folder / f"{base}.yaml").is_file():
-        raise ValueError(f"--config {path}: its base {base}.yaml is not in {folder}")
-    inherited = _read_mapping(path.with_name(f"{base}.yaml"))
+    inherited = _read_mapping(base)
     if "base" in inherited:
         raise ValueError(
-            f"--config {path}: its base {base} has a base itself: name a file that has none"
+            f"--config {path}: its base {name} has a base itself: name a file that has none"
         )
     return inherited | values
 
@@ -106,26 +99,13 @@ def preset_file(name: str) -> Path:
     return files[name]
 
 
-def take_config(arguments: Sequence[str], names: Collection[str]) -> tuple[Path | None, list[str]]:
-    """Return the YAML file that ``--config`` names, if any, and the other arguments.
-
-    Raises:
-        ValueError: if there is no such file; the packaged ones that fit ``names`` are listed.
-    """
-    rest = list(arguments)
-    for place, argument in enumerate(rest):
-        option, equals, name = argument.partition("=")
-        if option != "--config":
-            continue
-        del rest[place]
-        if not equals:
-            name = rest.pop(place) if place < len(rest) else ""
-        for path in (Path(name), CONFIGS / f"{name}.yaml"):
-            if path.is_file():
-                return path, rest
-        known = ", ".join(packaged(names))
-        raise ValueError(f"--config needs a file or a packaged name ({known}), got {name!r}")
-    return None, rest
+def config_file(name: str, names: Collection[str]) -> Path:
+    """Return the YAML file that ``--config`` names; ValueError lists the packaged ones."""
+    for path in (Path(name), CONFIGS / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = ", ".join(packaged(names))
+    raise ValueError(f"--config needs a file or a packaged name ({known}), got {name!r}")
 
 
 # --- options
@@ -150,9 +130,10 @@ def parse(
             what the method ``check`` of the class refuses, if any.
         SystemExit: with code 2, after one box on stderr, if an option that is needed is absent.
     """
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in _names(kind)}
+    names = _names(kind)
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in names}
     given = _read_arguments(hints, arguments)
-    parsed = _run_tyro(kind, given, description or kind.__doc__, prog, hints)
+    parsed = _run_tyro(kind, given, description or kind.__doc__ or "", prog, hints)
     # not in __post_init__: tyro would put the sentence into a box of its own
     check = getattr(parsed, "check", None)
     if check is not None:
@@ -164,8 +145,8 @@ def parse_groups(
     kinds: Sequence[type],
     groups: Mapping[str, str],
     description: str,
-    arguments: Sequence[str] | None = None,
-    prog: str | None = None,
+    arguments: Sequence[str] | None,
+    prog: str,
 ) -> list[Any]:
     """Make one object of each dataclass in ``kinds`` from the options of all of them.
 
@@ -187,21 +168,23 @@ def parse_groups(
     used = {_field(argument) for argument in given if argument.startswith("--")}
     form = []
     for group, heading in {**groups, OTHERS: "Options of trl."}.items():
-        listed = [of for of in members.values() if of.metadata.get("group", OTHERS) == group]
-        if group == OTHERS:
-            listed = [of for of in listed if of.name in used]
-        inner = make_dataclass(group, [_entry(of, hints[of.name]) for of in listed])
-        inner.__doc__ = heading
+        listed = []
+        for name, member in members.items():
+            if member.metadata.get("group", OTHERS) == group and (group != OTHERS or name in used):
+                listed.append(_entry(member, hints[name]))
         if listed:
+            inner = make_dataclass(group, listed)
+            inner.__doc__ = heading
             form.append((group, inner, field(default_factory=inner)))
     parsed: Any = _run_tyro(make_dataclass("Options", form), given, description, prog, hints)
     values: dict[str, Any] = {}
     for group in vars(parsed).values():
         values |= vars(group)
-    return [
-        kind(**{name: value for name, value in values.items() if name in _names(kind)})
-        for kind in kinds
-    ]
+    made = []
+    for kind in kinds:
+        names = _names(kind)
+        made.append(kind(**{name: value for name, value in values.items() if name in names}))
+    return made
 
 
 def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any:
@@ -220,12 +203,14 @@ def parse_command(prog: str, kinds: Mapping[str, type], description: str) -> Any
 
 
 def _run_tyro(
-    kind: type[T], given: list[str], text: str | None, prog: str | None, names: Collection[str]
+    kind: type[T], given: list[str], text: str, prog: str | None, names: Collection[str]
 ) -> T:
-    text = (text or "").strip()
+    text = text.strip()
     if {"-h", "--help"} & set(given):
         configs = ", ".join(packaged(names))
-        text += CONFIG_HELP.format(what=f"FILE (or packaged: {configs})" if configs else "FILE")
+        what = f"FILE (or packaged: {configs})" if configs else "FILE"
+        text += f"\n\n--config {what} sets defaults from YAML with these names.\n"
+        text += "--verbose shows what other libraries print as well."
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     return tyro.cli(kind, args=given, description=text, prog=prog, config=omit)
@@ -248,109 +233,39 @@ def _plain(hint: Any) -> Any:
     return hint if len(parts) == 1 and single else str | None
 
 
-def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -> list[str]:
-    """Return the arguments with those of ``--config`` and ``--preset`` before them, all checked."""
-    file, given = take_config(sys.argv[1:] if arguments is None else arguments, hints)
-    _check_names(given, hints)
-    values = {} if file is None else _read_values(file, f"--config {file}", hints)
-    preset = _value_of("preset", given) or values.get("preset")
-    if preset is not None and "preset" in hints:
-        values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
-    overridden = {_field(argument) for argument in given}
-    found = _with_truth_values(hints, [*_as_arguments(values, overridden), *given])
-    for argument, following in pairwise([*found, ""]):
-        if argument.startswith("--"):
-            _check_value(argument, following, hints.get(_field(argument)))
-    return found
+def _names(kind: Any) -> set[str]:
+    return {member.name for member in fields(kind)}
 
 
 def _field(option: str) -> str:
     return option.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
 
 
-def _names(kind: Any) -> set[str]:
-    return {member.name for member in fields(kind)}
+def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -> list[str]:
+    """Return the arguments with those of ``--config`` and ``--preset`` before them, all checked."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    values: dict[str, Any] = {}
+    config = _take("config", given)
+    if config is not None:
+        values = _read_values(config_file(config, hints), f"--config {config}", hints)
+    if "preset" in hints:
+        preset = _take("preset", given) or values.pop("preset", None)
+        if preset is not None:
+            values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
+            given = ["--preset", preset, *given]
+    overridden = {_field(argument) for argument in given}
+    return _checked([*_as_arguments(values, overridden), *given], hints)
 
 
-def _check_names(given: Sequence[str], hints: Mapping[str, Any]) -> None:
-    """Refuse options that are unknown, and lists that are given twice, which would lose values.
-
-    Of other options the last one counts.
-    """
-    seen: set[str] = set()
-    for argument in given:
-        name = _field(argument)
-        if not argument.startswith("--") or argument == "--help":
-            continue
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            hint = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
-            raise ValueError(f"unknown option {argument.partition('=')[0]}: {hint}")
-        if name in seen and _is_list(hints[name]):
-            raise ValueError(
-                f"--{name.replace('_', '-')} is given twice: give it once, several values after "
-                "one name"
-            )
-        seen.add(name)
-
-
-def _is_list(hint: Any) -> bool:
-    return any(get_origin(part) in (list, tuple) for part in (hint, *get_args(hint)))
-
-
-def _check_value(argument: str, following: str, hint: Any) -> None:
-    """Refuse in one sentence what tyro would refuse in a box."""
-    option, equals, value = argument.partition("=")
-    given = value if equals else following
-    if get_origin(hint) is Literal and given not in get_args(hint):
-        choices = ", ".join(get_args(hint))
-        raise ValueError(f"unknown {option} {given!r}: choose one of {choices}")
-    for kind, what in ((int, "a whole number"), (float, "a number")):
-        if hint in (kind, kind | None) and not (given == "None" and hint is not kind):
-            try:
-                kind(given)
-            except ValueError:
-                raise ValueError(f"{option} needs {what}, got {given!r}") from None
-
-
-def _with_truth_values(hints: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
-    """Write options that are true or false as tyro reads them; 0.1 had ``--resume false``.
-
-    Those that need not be given take a value, all others are ``--name`` or ``--no-name``.
-    """
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        hint = hints.get(_field(argument)) if argument.startswith("--") else None
-        if hint not in (bool, bool | None):
-            found.append(argument)
-            continue
-        option, equals, text = argument.partition("=")
-        if not equals and rest and rest[0].lower() in YES | NO:
-            text = rest.pop(0)
-        name = _field(option).replace("_", "-")
-        if text and text.lower() not in YES | NO:
-            raise ValueError(f"{option} is on or off: write --{name} or --no-{name}")
-        value = option.startswith("--no-") == (text.lower() in NO)
-        written = f"--{name}" if value else f"--no-{name}"
-        if text and hint is bool:
-            print(
-                f"note: {option} {text} is now {written}; the next release takes that form only",
-                file=sys.stderr,
-            )
-        found += [f"--{name}", str(value)] if hint is not bool else [written]
-    return found
-
-
-def _value_of(name: str, given: Sequence[str]) -> str | None:
-    """Return what the command line has for an option."""
-    found = None
-    for argument, following in pairwise([*given, ""]):
+def _take(name: str, given: list[str]) -> str | None:
+    """Remove an option from ``given``; return its value."""
+    for place, argument in enumerate(given):
         option, equals, value = argument.partition("=")
         if option == f"--{name}":
-            found = value if equals else following
-    return found
+            found = given[place : place + (1 if equals else 2)]
+            del given[place : place + len(found)]
+            return value if equals else "".join(found[1:])
+    return None
 
 
 def _read_values(path: Path, what: str, names: Collection[str]) -> dict[str, Any]:
@@ -376,6 +291,75 @@ def _as_arguments(values: Mapping[str, Any], overridden: Collection[str]) -> lis
         else:
             arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
     return arguments
+
+
+def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
+    """Return the arguments as tyro reads them, after refusing what it would refuse in a box.
+
+    Of an option that is given twice the last value counts, but a list would lose values.
+    """
+    found: list[str] = []
+    seen: set[str] = set()
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--help":
+            found.append(argument)
+            continue
+        option, equals, text = argument.partition("=")
+        name = _field(option)
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            advice = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
+            raise ValueError(f"unknown option {option}: {advice}")
+        hint = hints[name]
+        is_list = any(get_origin(part) in (list, tuple) for part in (hint, *get_args(hint)))
+        if is_list and name in seen:
+            raise ValueError(
+                f"{option} is given twice: give it once, several values after one name"
+            )
+        seen.add(name)
+        if hint in (bool, bool | None):
+            if not equals and rest and rest[0].lower() in YES | NO:
+                text = rest.pop(0)
+            found += _truth_value(option, text, hint)
+        else:
+            _check_value(option, text if equals else "".join(rest[:1]), hint)
+            found.append(argument)
+    return found
+
+
+def _truth_value(option: str, text: str, hint: Any) -> list[str]:
+    """Write an option that is true or false as tyro reads it; 0.1 had ``--resume false``.
+
+    Those that need not be given take a value, all others are ``--name`` or ``--no-name``.
+    """
+    name = _field(option).replace("_", "-")
+    if text and text.lower() not in YES | NO:
+        raise ValueError(f"{option} is on or off: write --{name} or --no-{name}")
+    value = option.startswith("--no-") == (text.lower() in NO)
+    if hint is not bool:
+        return [f"--{name}", str(value)]
+    written = f"--{name}" if value else f"--no-{name}"
+    if text:
+        print(
+            f"note: {option} {text} is now {written}; the next release takes that form only",
+            file=sys.stderr,
+        )
+    return [written]
+
+
+def _check_value(option: str, given: str, hint: Any) -> None:
+    """Refuse in one sentence what is not a choice or a number."""
+    if get_origin(hint) is Literal and given not in get_args(hint):
+        choices = ", ".join(get_args(hint))
+        raise ValueError(f"unknown {option} {given!r}: choose one of {choices}")
+    for kind, what in ((int, "a whole number"), (float, "a number")):
+        if hint is kind or (hint == kind | None and given != "None"):
+            try:
+                kind(given)
+            except ValueError:
+                raise ValueError(f"{option} needs {what}, got {given!r}") from None
 
 
 # --- how a command ends
@@ -429,12 +413,6 @@ def quiet() -> Iterator[None]:
             logging.disable(disabled)
 
 
-def _message(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename or 'the output'}: {error.strerror or error}"
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _reader_left() -> bool:
     """Return whether the reader of our output has stopped, as in ``rlkv-infer --help | head``."""
     poll = select.poll()
@@ -451,7 +429,10 @@ def _leave_stdout() -> None:
 def _refuse(error: ValueError | OSError) -> NoReturn:
     if os.environ.get("RLKV_TRACEBACK"):
         raise error
-    print(f"error: {_message(error)}", file=sys.stderr)
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError):
+        message = f"{error.filename or 'the output'}: {error.strerror or error}"
+    print(f"error: {message}", file=sys.stderr)
     sys.exit(USER_ERROR)
 
 

@@ -51,6 +51,8 @@ class Report:
 
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
+Gates = Annotated[Positional[str], arg(metavar="GATES")]
+Out = Annotated[Positional[Path], arg(metavar="OUT")]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Push:
     rlkv-gates push gates.pt hf://owner/name --evaluation results/eval/results.json --private
     """
 
-    gates: Annotated[Positional[str], arg(metavar="GATES")]
+    gates: Gates
     """Gates file, folder or hub address."""
     address: Address
     """Repository of the hub, which is made if it is absent."""
@@ -86,7 +88,7 @@ class Pull:
 
     address: Address
     """Repository of the hub, with @REVISION if wanted."""
-    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    out: Out
     """File that ends with .pt, .safetensors or .tsv, or a folder (PEFT)."""
     overwrite: bool = False
     """Replace OUT if it exists."""
@@ -102,10 +104,6 @@ class Pull:
         loaded = HeadGates.load(self.address)
         loaded.save(self.out)
         print(f"{self.out}: {loaded!r}")
-
-
-Gates = Annotated[Positional[str], arg(metavar="GATES")]
-Out = Annotated[Positional[Path], arg(metavar="OUT")]
 
 
 @dataclass(frozen=True)
@@ -146,24 +144,29 @@ class Inspect:
 
 
 @dataclass(frozen=True)
-class Convert:
-    """Write gates in another format, chosen by OUT's suffix.
+class _Writes:
+    """Options of what makes OUT of GATES."""
+
+    gates: Gates
+    """Gates file, folder or hub address."""
+    out: Out
+    """What to write."""
+    overwrite: bool = False
+    """Replace OUT if it exists."""
+
+    def check(self) -> None:
+        check_new(self.out, self.overwrite)
+
+
+@dataclass(frozen=True)
+class Convert(_Writes):
+    """Write gates in another format, chosen by OUT's suffix: .pt, .safetensors or .tsv.
 
     A name without suffix is a PEFT folder.
 
     rlkv-gates convert adapter_weights.tsv gates.safetensors
     rlkv-gates convert gates.pt peft_adapter/
     """
-
-    gates: Gates
-    """Gates file, folder or hub address."""
-    out: Out
-    """File that ends with .pt, .safetensors or .tsv, or a folder (PEFT)."""
-    overwrite: bool = False
-    """Replace OUT if it exists."""
-
-    def check(self) -> None:
-        check_new(self.out, self.overwrite)
 
     def run(self) -> None:
         loaded = HeadGates.load(self.gates)
@@ -178,29 +181,21 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Plot:
-    """Draw the gates as a heat map of layers x KV heads, or as a histogram.
+class Plot(_Writes):
+    """Draw the gates as a heat map of layers x KV heads, or as a histogram: .png, .pdf or .svg.
 
     rlkv-gates plot gates.pt heatmap.png
     rlkv-gates plot gates.pt histogram.png --histogram
     """
 
-    gates: Gates
-    """Gates file, folder or hub address."""
-    out: Out
-    """Figure to write: .png, .pdf or .svg."""
     histogram: bool = False
     """A histogram instead of the heat map."""
-    overwrite: bool = False
-    """Replace OUT if it exists."""
-
-    def check(self) -> None:
-        check_new(self.out, self.overwrite)
 
     def run(self) -> None:
         from rlkv.gates.publish import plot_gates, plot_histogram
 
-        (plot_histogram if self.histogram else plot_gates)(HeadGates.load(self.gates), self.out)
+        plot = plot_histogram if self.histogram else plot_gates
+        plot(HeadGates.load(self.gates), self.out)
         print(self.out)
 
 

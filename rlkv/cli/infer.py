@@ -57,24 +57,25 @@ class ThinkingStream:
     """
 
     def __init__(self, prompt: str) -> None:
-        self._style = sys.stdout.isatty()
+        self._styled = sys.stdout.isatty()
         if prompt.rstrip().endswith("<think>"):
-            self._dim()
+            self._style(DIM)
 
     def __call__(self, text: str) -> None:
         for part in TAGS.split(text):
             if part == "<think>":
-                self._dim()
+                self._style(DIM)
             print(part, end="", flush=True)
             if part == "</think>":
                 self.close()
 
-    def _dim(self) -> None:
-        print(DIM if self._style else "", end="", flush=True)
+    def _style(self, code: str) -> None:
+        if self._styled:
+            print(code, end="", flush=True)
 
     def close(self) -> None:
         """Go back to normal letters, wherever the text has ended."""
-        print(NORMAL if self._style else "", end="", flush=True)
+        self._style(NORMAL)
 
 
 def infer() -> None:
@@ -111,13 +112,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Any:
+def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message: str) -> Reply:
     """Return what ``decode`` returns, with its text on stdout as it comes."""
     stream = ThinkingStream(session.render(message))
     try:
-        return decode(stream)
+        reply = decode(stream)
     finally:
         stream.close()
+    print(flush=True)
+    return reply
 
 
 def _cut(completion: Completion) -> str:
@@ -130,13 +133,11 @@ def _answer(session: InferSession, prompt: str) -> None:
     engine, sampling = session.engine, session.sampling
     ids = engine.encode(session.render(prompt))
     reply = _streamed(session, partial(engine.reply, ids, sampling), prompt)
-    print(flush=True)
     if not session.config.compare_full:
         _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")
         return
     _say("--- full cache:")
     full = _streamed(session, partial(engine.reply, ids, sampling, full=True), prompt)
-    print(flush=True)
     same = "the same tokens" if reply.completion == full.completion else "other tokens"
     _say(f"compressed  {reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")
     _say(f"full cache  {full.usage.summary()}, {same}{_cut(full.completion)}")
@@ -193,7 +194,6 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
     except KeyboardInterrupt:
         _say("\nstopped; this turn is forgotten")
         return
-    print(flush=True)
     note = ", the template rewrote the past: read again" if chat.restarted > restarted else ""
     _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}{note}")
 

@@ -131,8 +131,7 @@ def run_filter_job() -> None:
         listed = ", ".join(f"{i}/{total} ({n} problems)" for i, n in result.open_shards.items())
         print(
             f"Shard {config.shard} is complete. Not complete yet: {listed}. Run them with the same "
-            "settings: "
-            "the last one to finish writes the curriculum."
+            "settings: the last one to finish writes the curriculum."
         )
         return
     for note in result.report["notes"]:
@@ -226,17 +225,9 @@ def run_check(config: CheckConfig) -> int:
     for part in parts:
         file = config.output_dir.resolve() / f"part{part}.json"
         tests = [str(folder / name) for name in CHECK_FILES[part]]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-o",
-            "timeout=600",
-            "--figures",
-            str(file),
-        ]
-        code = subprocess.run([*command, *tests], cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", "pytest", "-v", "-o", "timeout=600"]
+        command += ["--figures", str(file), *tests]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
         failed = failed or int(code != 0)
     return failed
 

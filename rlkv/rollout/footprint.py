@@ -209,10 +209,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def rough(seconds: float) -> str:
-    """Write an estimate in the unit that suits it:
-
-    ``3.4 days``, ``5.2 h``, ``12 min``, ``40 s``.
-    """
+    """Write an estimate in the unit that suits it, such as ``3.4 days`` or ``40 s``."""
     for unit, length in (("days", 86400), ("h", 3600)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

@@ -313,7 +313,9 @@ class StopOnTermination(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.told = self.stopped = self._late = False
+        self.told = False
+        self.stopped = False
+        self._late = False
         self._timer = threading.Timer(GRACE, self._remind)
         self._timer.daemon = True
         self._before: Any = None

@@ -720,7 +720,7 @@ class RemovalLog:
         self.full_LH = full_LH
         self.steps = 0
         self._cpu_seconds = -seconds
-        self.wandb = run.open_wandb()
+        self.wandb = run.wandb
         if self.wandb:
             self.wandb.start(args.run_name)
         for name in (LOG, GATES_LOG):

@@ -43,93 +43,72 @@ from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettin
 from rlkv.training.sharding import is_sharded, not_loading
 from rlkv.vllm.plugin import choose_engine
 
+PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
+UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
+CPU_FLOPS = 1e11  # operations/s of an update on a CPU
+GRAPHS = ENGINE_GIB * GIB  # vLLM's graphs and activations
 # trl computes log-probabilities from tiles of logits: this many tokens and vocabulary entries
 TILE_TOKENS = 4096
 TILE_ENTRIES = 32768
 CPU_TILES = 7.25  # float32 tiles that its CPU form makes besides
 
 
-@dataclass(frozen=True)
-class UpdateMemory:
-    """Bytes besides the weights.
+# --- memory of an update
 
-    Attributes:
-        held: what all layers keep for the backward pass.
-        layer: what the layer that is being computed takes in addition.
-        logits: what the output layer takes in addition; it is never there together with ``layer``.
+
+def update_memory(
+    model: Footprint,
+    rows: int,
+    length: int,
+    rows_per_call: int,
+    sizes: LocalSizes,
+    checkpointing: bool = False,
+    on_gpu: bool = False,
+) -> int:
+    """Return the peak bytes of one micro-batch besides the weights.
+
+    Args:
+        rows, length: all rows are as long as the longest.
+        rows_per_call: rows of one forward.
     """
-
-    held: int
-    layer: int
-    logits: int
-
-    @property
-    def peak(self) -> int:
-        return self.held + max(self.layer, self.logits)
-
-
-@dataclass(frozen=True)
-class UpdateShape:
-    """What an update computes: ``rows`` of ``length`` tokens, ``rows_per_call`` in a forward."""
-
-    rows: int
-    length: int
-    rows_per_call: int
-    sizes: LocalSizes
-    checkpointing: bool = False
-    on_gpu: bool = False
-
-
-def layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> float:
-    """Return what a layer holds of a token for its backward pass."""
-    kv = model.shape.num_kv_heads
-    size = model.shape.head_dim
-    queries = model.shape.num_query_heads
-    e = model.itemsize
-    log_sums = 4 * queries
-    states = (2 * queries + 2 * kv) * size * e
-    common = 8 * model.hidden + 3 * model.intermediate * e + states + log_sums
-    if on_gpu:
-        wide = 0 if e == 4 else 8 * queries * size
-        return common + queries * size * e + log_sums + wide
-    block = max(sizes.window, MIN_BLOCK)
-    seen = sizes.sink + sizes.window + block
-    local = (2 * queries + 2 * kv * seen / block) * size * e + queries / kv * seen * e
-    return common + local + (4 if e == 4 else 8) * queries * size
-
-
-def update_memory(model: Footprint, update: UpdateShape) -> UpdateMemory:
-    """Return the memory of one micro-batch, all of whose rows are as long as the longest."""
-    tokens = update.rows * update.length
-    called = min(update.rows, update.rows_per_call) * update.length
-    e = model.itemsize
-    of_layer = layer_bytes_per_token(model, update.sizes, update.on_gpu)
-    kept = model.hidden * e if update.checkpointing else of_layer
+    tokens = rows * length
+    called = min(rows, rows_per_call) * length
+    size = model.itemsize
+    of_layer = _layer_bytes_per_token(model, sizes, on_gpu)
+    kept = model.hidden * size if checkpointing else of_layer
     last_norm = 8 * model.hidden
     held = tokens * (model.shape.num_layers * kept + last_norm)
     # gradients of the MLP's inner states and of the residual stream
-    layer: float = called * (2 * model.intermediate * e + 2 * model.hidden * e)
-    if update.checkpointing:
+    layer: float = called * (2 * model.intermediate * size + 2 * model.hidden * size)
+    if checkpointing:
         layer += called * of_layer
-    tile: float = min(called, TILE_TOKENS) * TILE_ENTRIES * e
-    if not update.on_gpu:
+    tile: float = min(called, TILE_TOKENS) * TILE_ENTRIES * size
+    if not on_gpu:
         tile += CPU_TILES * 4 * min(called, TILE_TOKENS) * min(model.vocabulary, TILE_ENTRIES)
-    logits = tile + called * model.hidden * (4 + e)
-    return UpdateMemory(int(held), int(layer), int(logits))
+    logits = tile + called * model.hidden * (4 + size)
+    # the output layer and the last layer that is recomputed are never there together
+    return int(held + max(layer, logits))
 
 
-PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
-UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
-CPU_FLOPS = 1e11  # operations/s of an update on a CPU
-GRAPHS = ENGINE_GIB * GIB  # vLLM's graphs and activations
+def _layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) -> float:
+    """Return what a layer holds of a token for its backward pass."""
+    kv = model.shape.num_kv_heads
+    width = model.shape.head_dim
+    queries = model.shape.num_query_heads
+    size = model.itemsize
+    log_sums = 4 * queries
+    states = (2 * queries + 2 * kv) * width * size
+    common = 8 * model.hidden + 3 * model.intermediate * size + states + log_sums
+    if on_gpu:
+        wide = 0 if size == 4 else 8 * queries * width
+        return common + queries * width * size + log_sums + wide
+    block = max(sizes.window, MIN_BLOCK)
+    seen = sizes.sink + sizes.window + block
+    local = (2 * queries + 2 * kv * seen / block) * width * size + queries / kv * seen * size
+    return common + local + (4 if size == 4 else 8) * queries * width
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Assumed tokens/s of one process: of its rollouts, and of forward and backward."""
-
-    rollout: float
-    update: float
+# --- the plan
 
 
 @dataclass(frozen=True)
@@ -138,11 +117,13 @@ class Machine:
 
     Attributes:
         free: bytes that are free on each card.
+        name: of the cards.
     """
 
     processes: int
     card: Card | None
     free: int | None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,26 +132,23 @@ class Plan:
 
     Attributes:
         settings: with the engine, rows and memory of its rollouts chosen.
-        why: why the engine is not vLLM; empty if it is, or was asked for.
-        footprint: None for a model whose shape is not known, and for built-in ones, which have no
-            assumed rates.
+        footprint: None for a model whose shape is not known.
         problems, tokens: of the curriculum, and of its mean output; None if it is not there or does
             not say.
         positions: tokens of the longest prompt and completion.
+        why: why the engine is not vLLM; empty if it is, or was asked for.
         lacking: GiB that the GPU is too small by; 0 if all fits.
-        shards: processes that share out the trainer's weights.
     """
 
     settings: RLKVSettings
     args: GateTrainingArguments
     machine: Machine
-    why: str
     footprint: Footprint | None
     problems: int | None
     tokens: float | None
     positions: int
+    why: str = ""
     lacking: float = 0.0
-    shards: int = 1
 
     @property
     def mean_tokens(self) -> float:
@@ -206,34 +184,33 @@ class Plan:
         return math.ceil(self.args.num_train_epochs * of_epoch)
 
     @property
-    def rates(self) -> Rates | None:
-        """Rates of one process; None for a model that none are assumed for."""
+    def rates(self) -> tuple[float, float] | None:
+        """Assumed tokens/s of rollouts and of updates; None where nothing is assumed."""
         if self.footprint is None or self.settings.model in BUILT_IN:
             return None
         card = self.machine.card
-        rows = self.settings.rollout_rows or 1
-        flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
+        settings = self.settings
         rollout = self.footprint.rate(
-            self.settings.rollout, rows, card, self.mean_tokens, mixed=True
+            settings.rollout, settings.rollout_rows or 1, card, self.mean_tokens, mixed=True
         )
-        return Rates(rollout, flops / (6 * self.footprint.parameters))
+        served = settings.rollout == "vllm-server"
+        sampling = len(settings.servers) if served else self.machine.processes
+        flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
+        update = flops / (6 * self.footprint.parameters)
+        return rollout * sampling, update * self.machine.processes
 
     @property
-    def sampling(self) -> int:
-        """Processes that sample."""
-        is_served = self.settings.rollout == "vllm-server"
-        return len(self.settings.servers) if is_served else self.machine.processes
-
-    def seconds(self, rates: Rates) -> tuple[float, float]:
-        """Return seconds of a step: of its rollout, and of its update if all groups have spread."""
+    def seconds(self) -> list[float]:
+        """Seconds of the rollout of a step, and of its update if all groups have spread."""
         tokens = self.samples * self.mean_tokens
-        rollout = tokens / (rates.rollout * self.sampling)
-        return rollout, tokens / (rates.update * self.machine.processes)
+        return [tokens / rate for rate in self.rates or ()]
 
     @property
     def own_weights(self) -> int:
         """Bytes of the trainer's weights on one GPU."""
-        return 0 if self.footprint is None else self.footprint.weights // self.shards
+        if self.footprint is None:
+            return 0
+        return self.footprint.weights // (self.machine.processes if is_sharded(self.args) else 1)
 
     @property
     def engine_weights(self) -> int:
@@ -242,20 +219,21 @@ class Plan:
             return 0
         return self.footprint.weights
 
-    def update(self, rows: int, checkpointing: bool) -> UpdateMemory:
-        """Return the memory of an update of ``rows`` rows of the greatest length."""
+    def update(self, checkpointing: bool) -> int:
+        """Return the peak bytes of a micro-batch whose rows all have the greatest length."""
         assert self.footprint is not None
+        rows = self.args.per_device_train_batch_size
         # under DDP every process makes one forward for all of its rows
         alone = self.machine.processes == 1
-        shape = UpdateShape(
+        return update_memory(
+            self.footprint,
             rows=rows,
             length=self.positions,
-            rows_per_call=min(rows, self.settings.forward_rows) if alone else rows,
+            rows_per_call=self.settings.forward_rows if alone else rows,
             sizes=LocalSizes(self.settings.sink, self.settings.window),
             checkpointing=checkpointing,
             on_gpu=self.machine.card is not None,
         )
-        return update_memory(self.footprint, shape)
 
     def engine(self) -> str:
         """Say what samples, with what."""
@@ -271,30 +249,31 @@ class Plan:
             text += f"; the GPU is too small by about {self.lacking:.0f} GiB"
         return text
 
+    def time(self) -> str:
+        """Say how long a step takes, and what that rests on; empty where nothing is assumed."""
+        if self.rates is None:
+            return ""
+        rollout, update = self.rates
+        step = sum(self.seconds)
+        total = "" if self.steps is None else f" and {rough(self.steps * step)} in all"
+        where = "a GPU" if self.machine.card is not None else "this CPU"
+        return (
+            f"about {rough(step)} a step{total} on {where}, if rollouts make {rollout:,.0f} "
+            f"tokens/s, updates {update:,.0f} (assumed, not measured) and a completion takes "
+            f"{self.mean_tokens:,.0f} tokens"
+        )
+
     def line(self) -> str:
         """Return what a run prints before it begins."""
         line = f"rollouts through {self.engine()}"
-        if self.rates is None:
-            return line
-        return f"{line}: {self.time(self.rates)}; every step prints the measured time that is left"
+        time = self.time()
+        return f"{line}: {time}; every step prints the measured time that is left" if time else line
 
     def announced(self) -> RLKVSettings:
         """Return the chosen settings, after the main process has printed that line."""
         if self.args.process_index == 0:
             print(self.line(), flush=True)
         return self.settings
-
-    def time(self, rates: Rates) -> str:
-        """Say how long a step takes, and what the estimate rests on."""
-        seconds = sum(self.seconds(rates))
-        total = "" if self.steps is None else f" and {rough(self.steps * seconds)} in all"
-        where = "a GPU" if self.machine.card is not None else "this CPU"
-        return (
-            f"about {rough(seconds)} a step{total} on {where}, if rollouts make "
-            f"{rates.rollout * self.sampling:,.0f} tokens/s, updates "
-            f"{rates.update * self.machine.processes:,.0f} (assumed, not measured) and a "
-            f"completion takes {self.mean_tokens:,.0f} tokens"
-        )
 
 
 def make_plan(
@@ -308,36 +287,32 @@ def make_plan(
     Args:
         prompt_tokens: of the longest prompt.
     """
-    footprint = None if settings.model in BUILT_IN else footprint_on(settings, args, machine)
-    problems, tokens = _curriculum_facts(settings.curriculum)
-    positions = prompt_tokens + (args.max_completion_length or 0)
-    shards = machine.processes if is_sharded(args) else 1
-    plan = Plan(settings, args, machine, "", footprint, problems, tokens, positions, shards=shards)
-    return _with_engine(plan)
-
-
-def footprint_on(
-    settings: RLKVSettings, args: GateTrainingArguments, machine: Machine
-) -> Footprint | None:
-    """Return the footprint of the model in the dtype that it has there."""
     device = args.device if machine.card is None else torch.device("cuda")
-    return Footprint.of(settings.model, dtype_name(settings.dtype, device))
+    problems, tokens = _curriculum_facts(settings.curriculum)
+    plan = Plan(
+        settings=settings,
+        args=args,
+        machine=machine,
+        footprint=Footprint.of(settings.model, dtype_name(settings.dtype, device)),
+        problems=problems,
+        tokens=tokens,
+        positions=prompt_tokens + (args.max_completion_length or 0),
+    )
+    return _with_engine(plan)
 
 
 def _with_engine(plan: Plan) -> Plan:
     settings = plan.settings
-    args = plan.args
-    model = plan.footprint
+    model = None if settings.model in BUILT_IN else plan.footprint  # small ones fit
     free = plan.machine.free
     kv_gib = settings.rollout_kv_gib
     rows = settings.rollout_rows
     lacking = 0.0
-    architecture = None if model is None else model.architecture
     rollout: Any
+    architecture = None if model is None else model.architecture
     rollout, why = choose_engine(settings.rollout, free is not None, architecture)
     if model is not None and free is not None and rollout != "vllm-server":
-        update = plan.update(args.per_device_train_batch_size, args.gradient_checkpointing).peak
-        room = int(USABLE * free) - plan.own_weights - update
+        room = int(USABLE * free) - plan.own_weights - plan.update(plan.args.gradient_checkpointing)
         if rollout == "vllm":
             # its copy has all weights; its KV and graphs stay while the gates are updated
             beside = room - model.weights - int(GRAPHS)
@@ -388,33 +363,33 @@ def describe_plan(
         ValueError: if ``plan_gpus`` names none that is known.
     """
     with not_loading():
-        machine, name = _machine(settings, args)
-        plan = make_plan(settings, args, machine, prompt_tokens)
-        if plan.footprint is None:
-            plan = replace(plan, footprint=footprint_on(settings, args, machine))
+        plan = make_plan(settings, args, _machine(settings, args), prompt_tokens)
     lines = _run(plan)
     if plan.footprint is not None:
-        lines["machine"] = "this CPU" if machine.card is None else f"{machine.processes} x {name}"
         lines |= _resources(plan, plan.footprint)
+    if plan.rates is not None:
+        rollout, update = plan.seconds
+        lines["time"] = (
+            f"{plan.time()}; of a step {rough(rollout)} are rollout, {rough(update)} update"
+        )
     lines["gates"] = f"{args.output_dir}/gates.pt"
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
 
-def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> tuple[Machine, str]:
-    """Return what is planned for, and the name of its GPUs.
-
-    That is what ``plan_gpus`` names, what is here, else one of a default.
-    """
+def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> Machine:
+    """Return what ``plan_gpus`` names, else what is here, else one GPU of a default."""
+    processes = args.world_size
+    name = DEFAULT
     if settings.plan_gpus is not None:
         processes, name = parse_gpus(settings.plan_gpus)
-        return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB)), name
-    here = card_of(args.device)
-    if here is not None:
-        name = torch.cuda.get_device_name(args.device)
-        return Machine(args.world_size, here, free_memory(args.device)), name
-    if settings.model in BUILT_IN:
-        return Machine(args.world_size, None, None), ""
-    return Machine(args.world_size, CARDS[DEFAULT], int(CARDS[DEFAULT].memory * GIB)), DEFAULT
+    else:
+        here = card_of(args.device)
+        if here is not None:
+            name = torch.cuda.get_device_name(args.device)
+            return Machine(processes, here, free_memory(args.device), name)
+        if settings.model in BUILT_IN:
+            return Machine(processes, None, None)
+    return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB), name)
 
 
 def _run(plan: Plan) -> dict[str, str]:
@@ -448,20 +423,18 @@ def _run(plan: Plan) -> dict[str, str]:
 
 
 def _resources(plan: Plan, model: Footprint) -> dict[str, str]:
-    """Say how much memory and time the run takes."""
-    args = plan.args
+    """Say what it runs on, and how much memory the run takes there, and its gates in use."""
+    machine = plan.machine
     settings = plan.settings
-    rows = args.per_device_train_batch_size
-    checkpointing = args.gradient_checkpointing
-    engine = plan.engine_weights
+    checkpointing = plan.args.gradient_checkpointing
     kv = _kv_of_rollouts(plan, model)
-    update = plan.update(rows, checkpointing).peak
-    other = plan.update(rows, not checkpointing).peak
+    update = plan.update(checkpointing)
     # vLLM keeps its KV while the gates are updated; transformers frees it
+    engine = plan.engine_weights
     peak = plan.own_weights + (engine + GRAPHS + kv + update if engine else max(kv, update))
     memory = _size(peak)
-    if plan.machine.free is not None:
-        memory += f" of {_size(plan.machine.free)} free"
+    if machine.free is not None:
+        memory += f" of {_size(machine.free)} free"
     memory += f": {_size(plan.own_weights)} of weights"
     if engine:
         reserve = f"{_size(GRAPHS)} for its graphs and activations (assumed)"
@@ -469,21 +442,15 @@ def _resources(plan: Plan, model: Footprint) -> dict[str, str]:
     if kv:
         memory += f", up to {_size(kv)} of KV for {settings.rollout_rows} rows"
     now, then = ("with", "without") if checkpointing else ("without", "with")
-    lines = {
+    return {
+        "machine": f"{machine.processes} x {machine.name}" if machine.card else "this CPU",
         "memory": f"{memory}, {_size(update)} for the update",
         "update": (
-            f"{rows} x {plan.positions:,} tokens at once, {now} gradient checkpointing; {then} it "
-            f"would take {_size(other)}" + _largest(plan, kv if engine else 0)
+            f"{plan.args.per_device_train_batch_size} x {plan.positions:,} tokens at once, {now} "
+            f"gradient checkpointing; {then} it would take {_size(plan.update(not checkpointing))}"
         ),
         "serving": _serving(plan, model),
     }
-    if plan.rates is not None:
-        rollout, update_seconds = plan.seconds(plan.rates)
-        lines["time"] = (
-            f"{plan.time(plan.rates)}; of a step {rough(rollout)} are rollout, "
-            f"{rough(update_seconds)} update"
-        )
-    return lines
 
 
 def _kv_of_rollouts(plan: Plan, model: Footprint) -> float:
@@ -493,26 +460,7 @@ def _kv_of_rollouts(plan: Plan, model: Footprint) -> float:
         return 0  # on its own GPU
     if settings.rollout_kv_gib is not None:
         return settings.rollout_kv_gib * GIB
-    of_rows = plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
-    return COPIES * of_rows
-
-
-def _largest(plan: Plan, kv: float) -> str:
-    """Say the most rows whose update fits, with and without checkpointing."""
-    free = plan.machine.free
-    if free is None:
-        return ""
-    room = USABLE * free - plan.own_weights - kv
-    if plan.engine_weights:
-        room -= plan.engine_weights + GRAPHS
-    samples = max(1, plan.samples // plan.machine.processes)
-    most = []
-    for checkpointing in (False, True):
-        rows = 0
-        while rows < samples and plan.update(rows + 1, checkpointing).peak <= room:
-            rows += 1
-        most.append(rows)
-    return f"; the most rows that fit: {most[0]} without, {most[1]} with"
+    return COPIES * plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
 
 
 def _serving(plan: Plan, model: Footprint) -> str:

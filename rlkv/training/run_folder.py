@@ -333,7 +333,10 @@ class RunLog(TrainerCallback):
         rounded = [[round(value, 6) for value in row] for row in alpha.tolist()]
         append_record(self.folder / LOG, step, logs)
         append_record(self.folder / GATES_LOG, step, {"alpha": rounded})
-        samples = self._samples(step)
+        samples: list[dict[str, Any]] = []
+        every = self.sample_steps
+        if self.get_samples is not None and every and (step == 1 or step % every == 0):
+            samples = self.get_samples()
         for sample in samples:
             append_record(self.folder / SAMPLES_LOG, step, sample)
         images = self._draw(step)
@@ -348,11 +351,6 @@ class RunLog(TrainerCallback):
             if self.wandb is not None:
                 self.wandb.run.alert(title=alert.title, text=alert.text)
         self.known = {alert.title for alert in found}
-
-    def _samples(self, step: int) -> list[dict[str, Any]]:
-        if self.get_samples is None or not self.sample_steps:
-            return []
-        return self.get_samples() if step == 1 or step % self.sample_steps == 0 else []
 
     def _draw(self, step: int) -> dict[str, Path]:
         """Plot the gates if that is due; return the files."""
@@ -399,9 +397,8 @@ def section_of(name: str) -> str:
 class WandbLog:
     """A run in Weights & Biases; without a login it works offline and says so."""
 
-    def __init__(self, mode: str, project: str, config: dict[str, Any], folder: Path) -> None:
-        self.mode = mode
-        self.project = project
+    def __init__(self, settings: RunSettings, config: dict[str, Any], folder: Path) -> None:
+        self.settings = settings
         self.config = config
         self.folder = folder
         self.run: Any = None
@@ -409,7 +406,7 @@ class WandbLog:
     def start(self, name: str | None) -> None:
         """Start the run, or continue that of an earlier attempt."""
         wandb = require("wandb", "wandb")
-        mode = self.mode
+        mode = self.settings.wandb
         if mode == "online" and not wandb.login(prompt=False):
             print(
                 "W&B: no login found, logging offline (later: wandb login, then wandb sync)",
@@ -420,7 +417,7 @@ class WandbLog:
         if not identity.exists():
             identity.write_text(secrets.token_hex(4))
         self.run = wandb.init(
-            project=self.project,
+            project=self.settings.wandb_project,
             name=name,
             id=identity.read_text().strip(),
             resume="allow",
@@ -573,6 +570,8 @@ class RunFolder:
         self.config = {"format": FORMAT, **config}
         self.checkpoint = check_output_dir(path, self.config, settings.resume)
         self.wandb: WandbLog | None = None
+        if settings.wandb != "disabled":
+            self.wandb = WandbLog(settings, self.config, path)
 
     def write_config(self) -> None:
         """Take the folder for this process, and note the settings, which a continued run must have.
@@ -607,15 +606,7 @@ class RunFolder:
     ) -> list[TrainerCallback]:
         """Return what writes the logs of the run; for its main process."""
         images = self.settings.image_steps
-        wandb = self.open_wandb()
-        return [RunLog(self.path, make_gates, images, get_samples, sample_steps, wandb)]
-
-    def open_wandb(self) -> WandbLog | None:
-        """Return W&B, where it is asked for; :meth:`export` ends its run."""
-        mode = self.settings.wandb
-        if mode != "disabled":
-            self.wandb = WandbLog(mode, self.settings.wandb_project, self.config, self.path)
-        return self.wandb
+        return [RunLog(self.path, make_gates, images, get_samples, sample_steps, self.wandb)]
 
     def published(self) -> dict[str, Any]:
         """Return the settings that a gates file tells."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,57 +25,53 @@ from rlkv.models.builtin import TINY_FOLDER
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
-from tests.helpers import warm
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 
 
-@pytest.fixture(scope="session")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gates of a random model, which is in the same folder."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    ids = {
-        name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
-    }
+    ids = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids[name] = getattr(tokenizer, name)
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def gates_file(saved_model: Path) -> Path:
-    model = make_tiny_model("llama")
     alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    path = saved_model / "gates.pt"
-    shape = ModelShape.from_config(model.config, model_id=str(saved_model))
+    path = folder / "gates.pt"
+    shape = ModelShape.from_config(model.config, model_id=str(folder))
     HeadGates(alpha=alpha, model=shape, sink=2, window=8, deploy_sink=2, deploy_window=6).save(path)
     return path
 
 
 def test_the_gates_say_which_template(gates_file: Path, tmp_path: Path) -> None:
-    gates = HeadGates.load(gates_file)
-    trained = replace(gates, training={"template": "plain"})
-    trained.save(tmp_path / "plain.pt")
-    for options, template in (({}, "plain"), ({"template": "boxed"}, "boxed")):
-        config = InferConfig(gates=str(tmp_path / "plain.pt"), prompt="a=1 . find a ?", **options)
+    plain = tmp_path / "plain.pt"
+    replace(HeadGates.load(gates_file), training={"template": "plain"}).save(plain)
+    expected = ((plain, None, "plain"), (plain, "boxed", "boxed"), (gates_file, None, "rlkv"))
+    for gates, asked, template in expected:
+        config = InferConfig(gates=str(gates), prompt="a=1 . find a ?", template=asked)
         assert InferSession.open(config).template == template
-    assert (
-        InferSession.open(InferConfig(gates=str(gates_file), prompt="a=1 . find a ?")).template
-        == "rlkv"
-    )
+
+
+Ask = Callable[..., tuple[str, str]]
+PROMPT = ("--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
 
 
 @pytest.fixture
-def problems_file(tmp_path: Path) -> Path:
-    path = tmp_path / "problems.jsonl"
-    drawn = problems(10, seed=0)
-    path.write_text(
-        "".join(json.dumps({"problem": p["problem"], "answer": p["answer"]}) + "\n" for p in drawn)
-    )
-    return path
+def ask(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command with the gates, or with those that an option names; what it prints."""
+
+    def run(*options: object) -> tuple[str, str]:
+        gates = () if "--gates" in options else ("--gates", gates_file)
+        infer(*gates, *options)
+        return capsys.readouterr()
+
+    return run
 
 
 def in_use(err: str) -> tuple[int, int]:
@@ -84,12 +80,8 @@ def in_use(err: str) -> tuple[int, int]:
     return int(held.replace(",", "")), int(full.replace(",", ""))
 
 
-def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    infer(
-        *("--gates", gates_file, "--sparsity", 0.5, "--max-new-tokens", 30),
-        *("--prompt", "a=7 . b=2 . find b ?"),
-    )
-    out, err = capsys.readouterr()
+def test_one_prompt(ask: Ask) -> None:
+    out, err = ask("--sparsity", 0.5, *PROMPT)
     assert len(out.split()) > 5
     assert "<pad>" not in out
     tokens = int(re.search(r"^(\d+) tokens", err, re.MULTILINE)[1])
@@ -103,178 +95,121 @@ def test_one_prompt(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
-    gates_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    ask: Ask, gates_file: Path, tmp_path: Path
 ) -> None:
-    protecting = tmp_path / "gates.pt"
-    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(protecting)
-    options = [(gates_file, "--protect-prompt"), (protecting,), (protecting, "--no-protect-prompt")]
-    for (gates, *flags), first in zip(options, (11, 11, 2), strict=True):  # of the prompt, or sinks
-        infer("--gates", gates, *flags, "--prompt", "a=7 . b=2 . find b ?", "--max-new-tokens", 30)
-        held, full = in_use(capsys.readouterr().err)
+    protecting = ("--gates", tmp_path / "gates.pt")
+    replace(HeadGates.load(gates_file), deploy_protect_prompt=True).save(tmp_path / "gates.pt")
+    options = [("--protect-prompt",), protecting, (*protecting, "--no-protect-prompt")]
+    for flags, first in zip(options, (11, 11, 2), strict=True):  # of the prompt, or sinks
+        held, full = in_use(ask(*flags, *PROMPT)[1])
         tokens = full // (12 * ENTRY)
         assert held == 6 * (tokens + first + 6) * ENTRY
 
 
-def test_a_short_text_takes_no_more_than_the_full_cache(
-    gates_file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    infer(
-        "--gates", gates_file, "--window", 200, "--prompt", "a=7 . find a ?", "--max-new-tokens", 2
-    )
-    held, full = in_use(capsys.readouterr().err)
-    assert held == full > 0, "empty entries and headroom are not in use"
-
-
-def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(
-    gates_file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    infer(
-        *("--gates", gates_file, "--sparsity", 0, "--compare-full", "--max-new-tokens", 20),
-        *("--prompt", "a=7 . find a ?"),
-    )
-    out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if line.strip()]
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
+def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(ask: Ask) -> None:
+    out, err = ask("--sparsity", 0, "--compare-full", *PROMPT)
+    first, second = [line for line in out.splitlines() if line.strip()]
+    assert first == second
     assert "the same tokens" in err
 
 
-def test_sampling_follows_the_seed(gates_file: Path, capsys: pytest.CaptureFixture) -> None:
-    texts = []
-    for seed in (1, 1, 2):
-        sampled = ("--temperature", 1, "--seed", seed, "--max-new-tokens", 20)
-        infer("--gates", gates_file, "--prompt", "a=7 . find a ?", *sampled)
-        texts.append(capsys.readouterr().out)
+def test_sampling_follows_the_seed(ask: Ask) -> None:
+    texts = [ask("--temperature", 1, "--seed", seed, *PROMPT)[0] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_chat_goes_on_with_its_cache(
-    gates_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n")
-    )
-    infer("--gates", gates_file, "--max-new-tokens", 20, "--prefill", "local")
-    out, err = capsys.readouterr()
-    turns = [line for line in out.splitlines() if line.strip()]
-    assert len(turns) == 3
-    assert turns[0] == turns[2]
+def test_chat_goes_on_with_its_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = "a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(messages))
+    out, err = ask("--max-new-tokens", 20, "--prefill", "local")
+    first, _, again = [line for line in out.splitlines() if line.strip()]
+    assert first == again
     bytes_full = [int(n.replace(",", "")) for n in re.findall(r"/ ([\d,]+) \(", err)]
     assert bytes_full[1] > bytes_full[0] == bytes_full[2]
     assert "read again" not in err
+
+
+# --- files
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def batch_arguments(
-    gates_file: Path, problems_file: Path, output: Path, *more: object, tokens: int = 12
-) -> list[str]:
-    arguments = ["--gates", gates_file, "--input", problems_file, "--output", output]
-    arguments += ["--batch-size", 3]
-    return [str(a) for a in [*arguments, "--max-new-tokens", tokens, *more]]
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[object, ...]:
+    """Options to answer ten problems."""
+    drawn = problems(10, seed=0)
+    rows = [{"problem": row["problem"], "answer": row["answer"]} for row in drawn]
+    write_lines(tmp_path / "in.jsonl", rows)
+    paths = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    return (*paths, "--batch-size", 3, "--max-new-tokens", 12)
 
 
-def test_batch_with_answers(
-    gates_file: Path, problems_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    output = tmp_path / "out.jsonl"
-    first, second, *others = read_lines(problems_file)
-    ungraded = [{"problem": first["problem"]}, {**second, "answer": None}]
-    problems_file.write_text("".join(json.dumps(row) + "\n" for row in [*ungraded, *others]))
-    infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0, "--compare-full"))
-    rows = read_lines(output)
-    given = read_lines(problems_file)
+    given = read_lines(tmp_path / "in.jsonl")
+    del given[0]["answer"]
+    given[1]["answer"] = None
+    write_lines(tmp_path / "in.jsonl", given)
+    err = ask(*files, "--sparsity", 0, "--compare-full")[1]
+    rows = read_lines(tmp_path / "out.jsonl")
     assert [row["index"] for row in rows] == list(range(10))
     assert [row["problem"] for row in rows] == [row["problem"] for row in given]
     assert all(row["output"] == row["output_full"] for row in rows)
     assert all(row["output_tokens"] <= 12 for row in rows)
     assert ["correct" in row for row in rows] == [False] * 2 + [True] * 8
-    err = capsys.readouterr().err
     graded = r"accuracy \d\.\d{4} over 8 problems, 2 more have no answer"
     assert re.search(f"compressed  {graded}", err)
     assert re.search(f"full cache  {graded}", err)
 
 
 def test_interrupted_runs_end_with_the_same_file(
-    gates_file: Path,
-    problems_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ask: Ask, files: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tmp_path / "whole.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, "--temperature", 1))
-    expected = whole.read_bytes()
-    calls: list[int] = []
+    output = tmp_path / "out.jsonl"
+    ask(*files, "--temperature", 1)
+    expected = output.read_bytes()
+    decoded: list[str] = []
     original = InferenceEngine.batch
 
-    def counting(
-        self: InferenceEngine, prompts: list[str], *args: object, **kwargs: object
-    ) -> object:
-        calls.append(len(prompts))
-        return original(self, prompts, *args, **kwargs)
+    def counting(self: InferenceEngine, prompts: list[str], *others: Any, **more: Any) -> Any:
+        decoded.extend(prompts)
+        return original(self, prompts, *others, **more)
 
     monkeypatch.setattr(InferenceEngine, "batch", counting)
-    output = tmp_path / "out.jsonl"
-    settings = tmp_path / "out.jsonl.settings.json"
     line_ends = [i + 1 for i, byte in enumerate(expected) if byte == ord("\n")]
-    # torn in the first line, inside a batch, at the end of a batch, inside the last line, and
-    # complete
-    for cut in (10, line_ends[3] + 5, line_ends[5], len(expected) - 3, len(expected)):
+    # torn in the first line, inside a batch, at the end of a batch, and complete
+    cuts = {10: 10, line_ends[3] + 5: 7, line_ends[5]: 4, len(expected): 0}
+    for cut, left in cuts.items():
         output.write_bytes(expected[:cut])
-        settings.write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
-        calls.clear()
-        infer(*batch_arguments(gates_file, problems_file, output, "--temperature", 1))
+        decoded.clear()
+        ask(*files, "--temperature", 1)
         assert output.read_bytes() == expected
-        finished = sum(end <= cut for end in line_ends)
-        assert sum(calls) == 10 - finished // 3 * 3 if finished < 10 else not calls
-
-
-@pytest.mark.slow
-def test_killed_process_resumes(gates_file: Path, problems_file: Path, tmp_path: Path) -> None:
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, whole, tokens=300))
-    arguments = batch_arguments(gates_file, problems_file, output, tokens=300)
-    process = warm.start(["-m", "rlkv.cli.infer", *arguments])
-    deadline = time.monotonic() + 120
-    while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.join()
-    assert 0 < len(output.read_bytes().splitlines()) <= 10
-    infer(*arguments)
-    assert output.read_bytes() == whole.read_bytes()
+        assert len(decoded) == left
 
 
 def test_other_settings_are_refused_by_name(
-    gates_file: Path, problems_file: Path, tmp_path: Path
+    ask: Ask, files: tuple[object, ...], tmp_path: Path
 ) -> None:
-    output = tmp_path / "out.jsonl"
-    infer(*batch_arguments(gates_file, problems_file, output))
-    before = output.read_bytes()
-    with pytest.raises(ValueError, match=r"sparsity.*0.5.*0.25"):
-        infer(*batch_arguments(gates_file, problems_file, output, "--sparsity", 0.25))
-    with pytest.raises(ValueError, match=r"\(seed\).* 0\b.* 4\b"):
-        infer(*batch_arguments(gates_file, problems_file, output, "--seed", 4))
+    ask(*files)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    for changed, message in (
+        (("--sparsity", 0.25), "sparsity.*0.5.*0.25"),
+        (("--seed", 4), r"\(seed\).* 0\b.* 4\b"),
+        (("--eviction", "tova", "--budget", 40), r"\(eviction\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(*files, *changed)
+    problems_file = tmp_path / "in.jsonl"
     problems_file.write_text(problems_file.read_text().replace("find", "find find", 1))
     with pytest.raises(ValueError, match="input was"):
-        infer(*batch_arguments(gates_file, problems_file, output))
-    assert output.read_bytes() == before
-
-
-def test_a_file_of_someone_else_is_never_touched(
-    gates_file: Path, problems_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out.jsonl"
-    output.write_text("my notes")
-    monkeypatch.setattr(
-        "rlkv.models.loading.load_model", lambda *_, **__: pytest.fail("refused late")
-    )
-    with pytest.raises(ValueError, match=r"out\.jsonl exists.*left as it is"):
-        infer(*batch_arguments(gates_file, problems_file, output))
-    assert output.read_text() == "my notes"
+        ask(*files)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -288,11 +223,12 @@ def test_a_file_of_someone_else_is_never_touched(
         ('{"problem": "a", "b": ' + "[" * 99999 + "\n", "line 1.*nested too deeply"),
     ],
 )
-def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text(content)
+def test_unreadable_problems(
+    ask: Ask, files: tuple[object, ...], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
-        infer(*batch_arguments(gates_file, path, tmp_path / "out.jsonl"))
+        ask(*files)
 
 
 @pytest.mark.parametrize(
@@ -309,17 +245,14 @@ def test_unreadable_problems(gates_file: Path, tmp_path: Path, content: str, mes
         ("--gates GATES --prefill some", "unknown prefill 'some'"),
         ("--gates GATES --template some", "unknown prompt template 'some'"),
         ("--gates GATES --model ./absent", "absent"),
-        ("--gates GATES --device abacus", "unknown device 'abacus'"),
         ("--gates GATES --dtype int1", "unknown dtype 'int1'"),
         ("--gates GATES --prompt x --max-new-tokens 9999", "max_new_tokens"),
         ("--gates GATES --prompt x --temperature -1", "temperature"),
         ("--gates GATES --prompt x --window 1000000000", "the model has 512 positions"),
         ("--gates GATES --prompt a\udcff", "--prompt holds bytes that are no UTF-8"),
         ("--gates GATES --prompt x --device meta", "'meta'"),
-        ("--config DEEP", "not readable as YAML"),
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),
-        ("--gates GATES --input IN --output IN/out.jsonl", "is no folder"),
         ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
     ],
 )
@@ -331,12 +264,10 @@ def test_user_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
     before = sorted(tmp_path.iterdir())
-    files = {"OUT": "out.jsonl", "IN": "in.jsonl", "DEEP": "deep.yaml"}
-    paths = {name: str(tmp_path / file) for name, file in files.items()}
-    paths |= {"IN/out.jsonl": str(tmp_path / "in.jsonl/out.jsonl"), "GATES": str(gates_file)}
+    paths = {"OUT": str(tmp_path / "out.jsonl"), "IN": str(tmp_path / "in.jsonl")}
+    paths["GATES"] = str(gates_file)
     words = [paths.get(word, word) for word in arguments.split()]
     monkeypatch.setattr("sys.argv", ["rlkv-infer", *words])
     with pytest.raises(SystemExit) as exit_info:
@@ -349,37 +280,9 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
 
 
-def test_gates_of_the_built_in_model_are_read_once(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    gates = HeadGates(torch.rand(4, 6, generator=torch.Generator().manual_seed(0)))
-    monkeypatch.setattr(HeadGates, "load", lambda path: asked.append(path) or gates)
-    infer("--model", "tiny", "--prompt", "a=7 . find a ?", "--max-new-tokens", 5)
-    assert asked == ["tiny"]
-    assert "heads: 12 full, 12 compressible" in capsys.readouterr().err
-
-
 # --- eviction
 
 PROBLEM = "a=7 . b=2 . c = b + a . d = c - b . e = d + a . f = e - c . g = f + a . find g ?"
-
-
-def run_tiny(*arguments: object) -> None:
-    infer(*arguments, "--model", "tiny", "--max-new-tokens", 80)
-
-
-def test_a_file_is_not_resumed_under_another_policy(tmp_path: Path) -> None:
-    problems, answers = tmp_path / "problems.jsonl", tmp_path / "answers.jsonl"
-    problems.write_text(json.dumps({"problem": PROBLEM, "answer": "1"}) + "\n")
-    files = ("--input", str(problems), "--output", str(answers))
-    policy = ("--eviction", "tova", "--eviction-option", "buffer=4")
-    run_tiny(*files, *policy, "--budget", "30")
-    before = answers.read_bytes()
-    with pytest.raises(ValueError, match=r"\(eviction\.budget\).* 30\b.* 31\b"):
-        run_tiny(*files, *policy, "--budget", "31")
-    assert answers.read_bytes() == before
-    run_tiny(*files, *policy, "--budget", "30")
 
 
 def test_a_chat_evicts_from_turn_to_turn() -> None:
@@ -396,26 +299,6 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
     assert chat.restarted == 0
 
 
-def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    gates = tmp_path / "full_attention_heads.tsv"  # DuoAttention's format: one line per layer
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    gates.write_text(
-        "\n".join("\t".join(f"{value:.4f}" for value in row) for row in alpha.tolist()) + "\n"
-    )
-    options = (
-        "--eviction",
-        "rkv",
-        "--budget",
-        "24",
-        "--eviction-option",
-        "buffer=4",
-        "--sparsity",
-        "0.5",
-    )
-    run_tiny("--gates", str(gates), *options, "--prompt", PROBLEM)
-    assert "12 full, 12 compressible (rkv)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -429,18 +312,15 @@ def test_published_gates_with_eviction(tmp_path: Path, capsys: pytest.CaptureFix
         ("rkv --budget 64 --sparsity 0.5", "--sparsity"),
         ("rkv --budget 64 --sink 4", "--sink"),
         ("rkv --budget 64 --eviction-option budget=5", "budget is given"),
-        ("rkv --budget 64 --eviction-option lam=0.2 lam=0.2", "option lam"),
         ("rkv --budget 64 --eviction-option kernel=3.0", "kernel is 3.0"),
-        ("rkv --budget 64 --eviction-option protect_prompt=2", "protect_prompt is 2"),
         ("sink_window --budget 20 --eviction-option window=30", "window"),
         ("rpc --eviction-option c=NaN", "c is nan"),
-        ("rpc --eviction-option R=[1]", "R is [1]"),
         ("rpc --budget 64 --eviction-option P=512", "rpc: P"),
     ],
 )
 def test_bad_options_of_eviction_are_one_sentence(arguments: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run_tiny("--prompt", PROBLEM, "--eviction", *arguments.split())
+        infer("--model", "tiny", "--prompt", PROBLEM, "--eviction", *arguments.split())
 
 
 # --- how far answers go, and how thinking is shown
@@ -456,45 +336,36 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        if path.exists():
-            path.write_text(
-                json.dumps(
-                    json.loads(path.read_text())
-                    | {"eos_token_id": 0, "max_position_embeddings": 700}
-                )
-            )
+        changed = {"eos_token_id": 0, "max_position_embeddings": 700}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return folder
 
 
-def tokens(err: str) -> list[int]:
-    return [int(line.split()[0]) for line in err.splitlines() if " tokens, " in line]
-
-
 def test_a_chat_goes_on_to_the_models_limit(
-    endless: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ask: Ask, endless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{SHORT}\n/reset\n{SHORT}\n{SHORT}\n"))
-    infer("--gates", "tiny", "--model", endless)
-    err = capsys.readouterr().err
-    first, again, second_turn = tokens(err)
+    err = ask("--gates", "tiny", "--model", endless)[1]
+    found = [int(line.split()[0]) for line in err.splitlines() if " tokens, " in line]
+    first, again, second_turn = found
     assert first == again > 512 > second_turn > 0  # which has the room that the first turn leaves
     assert f"cut at {first} tokens" in err
 
 
-def test_answers_in_a_file_have_the_papers_limit() -> None:
-    chat, file = (
-        InferConfig(gates="tiny"),
-        InferConfig(gates="tiny", input=Path("in"), output=Path("out")),
-    )
-    assert chat.longest_answer(131_072, 72) == 131_000
-    assert file.longest_answer(131_072, 72) == 8192
-    assert file.longest_answer(1024, 24) == 1000
-    assert InferConfig(gates="tiny", backend="vllm", prompt="x").longest_answer(131_072, 72) == 8192
-    assert InferConfig(gates="tiny", max_new_tokens=5).longest_answer(131_072, 72) == 5
-    session = InferSession.open(InferConfig(model="tiny", prompt=SHORT))
-    assert session.sampling.max_new_tokens == 1024 - len(
-        session.engine.encode(session.render(SHORT))
-    )
+@pytest.mark.parametrize(
+    ("options", "positions", "prompt", "expected"),
+    [
+        ({}, 131_072, 72, 131_000),  # a chat
+        ({"input": Path("in"), "output": Path("out")}, 131_072, 72, 8192),
+        ({"input": Path("in"), "output": Path("out")}, 1024, 24, 1000),
+        ({"backend": "vllm", "prompt": "x"}, 131_072, 72, 8192),
+        ({"max_new_tokens": 5}, 131_072, 72, 5),
+    ],
+)
+def test_answers_in_a_file_have_the_papers_limit(
+    options: dict[str, Any], positions: int, prompt: int, expected: int
+) -> None:
+    assert InferConfig(gates="tiny", **options).longest_answer(positions, prompt) == expected
 
 
 class Terminal(io.StringIO):
@@ -549,9 +420,16 @@ def test_what_does_not_is_named(change: dict[str, Any], message: str) -> None:
         InferConfig(**{**SERVED, **change}).check()
 
 
-def test_the_built_in_model_has_gates_of_its_own() -> None:
-    assert InferConfig(model="tiny").gates_source == "tiny"
-    assert InferConfig(model="tiny", eviction="rkv", budget=64).gates_source is None
-    assert InferConfig(model="tiny", gates="own.pt").gates_source == "own.pt"
-    assert InferConfig(model="smol").gates_source == "smol"
-    assert InferConfig(model="other").gates_source is None
+@pytest.mark.parametrize(
+    ("options", "gates"),
+    [
+        ({"model": "tiny"}, "tiny"),
+        ({"model": "tiny", "eviction": "rkv", "budget": 64}, None),
+        ({"model": "tiny", "gates": "own.pt"}, "own.pt"),
+        ({"model": "other"}, None),
+    ],
+)
+def test_the_built_in_model_has_gates_of_its_own(
+    options: dict[str, Any], gates: str | None
+) -> None:
+    assert InferConfig(**options).gates_source == gates

@@ -14,15 +14,23 @@ from tests.golden.runs import PROGRAMS, PROJECT, ROOT, SUBCOMMANDS, invoke
 
 
 def options_of(help_text: str) -> dict[str, str]:
-    """Read names of options and their defaults from what argparse or tyro print."""
+    """Read names of options and their defaults from what argparse or tyro print.
+
+    Raises:
+        ValueError: if groups stand side by side, as tyro prints them on a wide terminal.
+    """
+    if re.search("╮ *╭", help_text):
+        raise ValueError("--help has two columns: record with COLUMNS=100")
     found: dict[str, str] = {}
     name = ""
     for line in re.split(r"\n(?=options:|╭)", help_text, maxsplit=1)[-1].splitlines():
-        start = re.match(r"(?:│ |  )(?:-h, )?(--[\w-]+|(?:[A-Z_]+|hf://\S+)(?=  ))", line)
+        start = re.match(r"(?:│ |  )(?:-h, )?(--\w[\w-]*|(?:[A-Z_]+|hf://\S+)(?=  ))", line)
         if start:
             name = start[1].replace("_", "-")
             found[name] = ""
-        if name and line[:1] not in "╭╰":
+        if line.startswith(("╭", "╰")):
+            name = ""  # what follows is the heading of a group
+        if name:
             found[name] += " " + line.strip("│ ")
     for name, text in found.items():
         default = re.search(r"\((?:default: (.*)|required)\)$", text.strip())

@@ -33,7 +33,7 @@ ENVIRONMENT = {  # before torch is imported
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "MPLBACKEND": "Agg",
-    "COLUMNS": "200",
+    "COLUMNS": "100",  # --help in one column, as tests.golden.names reads it
     "NO_COLOR": "1",
 }
 # what no two runs share, or what tells only where and when: its type is recorded, not its value

@@ -46,7 +46,9 @@ def test_options_override_the_file(tmp_path: Path) -> None:
         "l1_beta: 2.0e-3\ntau: 0.7\nmax_steps: 9\nprompts_per_step: 4\n"
         "per_device_train_batch_size: 8\nlr_scheduler_kwargs: {num_cycles: 2}\nbf16: false\n"
     )
-    settings, training = read("--config", str(file), "--tau", "0.6", "--warmup-steps", "3")
+    options = ("--tau", "0.6", "--warmup-steps", "3", "--recipe", "published", "--epsilon", "0.3")
+    settings, training = read("--config", str(file), *options)
+    assert values(training, "epsilon", "importance_cap") == [0.3, 5.0]
     assert values(settings, "finder", "l1_beta", "tau", "resume") == ["rlkv", 2e-3, 0.6, True]
     assert values(training, "max_steps", "warmup_steps", "beta") == [9, 3, 0.0]
     assert training.gradient_accumulation_steps == 2
@@ -74,17 +76,6 @@ def test_packaged_files_hold_the_papers_numbers(name: str) -> None:
     before = training.to_dict()
     own = {"recipe", "epsilon", "importance_cap", "temperature", "top_k", "output_dir"}
     assert {key for key in found if found[key] != before[key]} <= own
-
-
-def test_options_override_the_recipe() -> None:
-    training = read("--recipe", "published", "--epsilon", "0.3", "--importance-cap", "0")[1]
-    assert (training.epsilon, training.importance_cap) == (0.3, 0.0)
-
-
-def test_the_tiny_file_fits_the_tiny_model() -> None:
-    settings, training = read("--config", "tiny")
-    assert values(settings, "model", "sink", "window", "deploy_window") == ["tiny", 4, 16, 16]
-    assert training.generation_batch_size == training.prompts_per_step * training.num_generations
 
 
 def test_help_shows_our_options_by_group_and_hides_those_of_trl(
@@ -119,20 +110,14 @@ def test_what_options_are_is_in_their_metadata() -> None:
     ("options", "named"),
     [
         ("--bogus 3", "unknown option --bogus"),
-        ("--l1-beta x", "--l1-beta needs a number"),
         ("--l1-beta -1", "l1_beta must be at least 0"),
         ("--beta 0.1", "l1_beta"),
         ("--loss-type dapo", "loss_type"),
-        ("--scale-rewards batch", "recipe"),
         ("--use-transformers-continuous-batching", "continuous_batching"),
-        ("--cache-implementation static", "static"),
-        ("--delta 2.0", "delta"),
         ("--use-vllm true", "use_vllm"),
-        ("--min-p 0.1", "min_p"),
         ("--report-to wandb", "option wandb"),
         ("--temperature 0", "greedy"),
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
-        ("--finder luck", "--finder 'luck'"),
         ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
         ("--init-gates g.pt --init-value 0.5", "exclude each other"),
@@ -143,7 +128,6 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--target-sparsity 0.5 --stable-steps -1", "stable_steps must"),
         ("--held-out 4", "at the sparsities of target_sparsity"),
         ("--save-total-limit 0", "save_total_limit"),
-        ("--rollout sglang", "--rollout 'sglang'"),
         ("--importance-cap 0.5", "importance_cap"),
         (
             "--prompts-per-step 3 --per-device-train-batch-size 8 --steps-per-generation 3",

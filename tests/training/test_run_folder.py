@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 from pathlib import Path
@@ -25,7 +24,6 @@ from rlkv.training.run_folder import (
     last_checkpoint,
     link,
     new_checkpoint,
-    section_of,
 )
 from rlkv.utils.files import read_log
 from rlkv.utils.store import StoreInUseError
@@ -163,42 +161,10 @@ def test_a_checkpoint_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert names(tmp_path) == [PARTIAL, "checkpoint-9"]
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
     write(tmp_path, 10)
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-9"]
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    assert (tmp_path / "checkpoint-10" / "weights").exists()
-
-
-def test_older_ones_are_deleted_when_the_next_is_complete(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-    write(tmp_path, 10, keep=1)
-    write(tmp_path, 11, keep=None)
+    write(tmp_path, 11, keep=2)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_a_checkpoint_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = random_run.run(tmp_path / "whole")
-    save, calls = torch.save, 0
-
-    def full(*args: object, **kwargs: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 5:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
-        random_run.run(tmp_path / "run")
-    monkeypatch.undo()
-    assert last_checkpoint(tmp_path / "run") is not None
-    assert not (tmp_path / "run" / "gates.pt").exists()
-    found = random_run.run(tmp_path / "run")
-    assert torch.equal(found.alpha, expected.alpha)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-11"
+    assert (tmp_path / "checkpoint-11" / "weights").exists()
 
 
 # --- alerts
@@ -272,18 +238,6 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     assert capsys.readouterr().out == ""
 
 
-def test_sections_of_figures() -> None:
-    expected = {
-        "collapse": ["reward/mean", "held_out/accuracy_at_0.5", "gates/below_0.5"],
-        "convergence": ["reward/std", "penalty/value", "gates/grad_norm", "policy/loss"],
-        "heads": ["gates/mean", "gates/at_0", "gates/below_0.1"],
-        "time": ["time/step_s"],
-        "other": ["train/learning_rate", "policy/clip_share", "rollout/logprob_diff_max"],
-    }
-    for section, figures in expected.items():
-        assert {section_of(name) for name in figures} == {section}
-
-
 class FakeRun:
     url, id = "https://wandb.example/run", "abc"
 
@@ -303,8 +257,7 @@ class FakeRun:
 
 
 @pytest.mark.parametrize(
-    ("asked", "login", "used"),
-    [("online", False, "offline"), ("online", True, "online"), ("offline", True, "offline")],
+    ("asked", "login", "used"), [("online", False, "offline"), ("online", True, "online")]
 )
 def test_wandb_gets_sections_and_falls_back_to_offline(
     asked: str,
@@ -344,12 +297,8 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     assert run.finished
 
 
-@pytest.mark.parametrize("mode", ["disabled", "offline"])
-def test_wandb_without_a_network(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    random_run.run(tmp_path / "run", ["--wandb", mode, "--max-steps", "1"])
-    written = list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
-    assert bool(written) == (mode == "offline")
+    random_run.run(tmp_path / "run", ["--wandb", "offline", "--max-steps", "1"])
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
