@@ -15,7 +15,6 @@ per head that goes; the gates file keeps how many, in ``training["reranked"]``: 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -86,7 +85,7 @@ def main() -> None:
         found.training.get("template"),
         model=model.config._name_or_path,
     )
-    recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
+    recorded = read_traces(str(config.curriculum), tokenizer, template)
     traces, _ = draw_traces(recorded, config.num_traces, config.seed)
     result = rerank_on_traces(
         model,

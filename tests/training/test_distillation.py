@@ -55,33 +55,21 @@ def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distille
 # --- losses
 
 
-def naive_kl(mixed: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Return the KL of full from mixed logits."""
-    p = full.exp() / full.exp().sum(-1, keepdim=True)
-    q = mixed.exp() / mixed.exp().sum(-1, keepdim=True)
-    return (p * (p / q).log()).sum(-1)
-
-
-def test_the_two_losses_per_token() -> None:
+def test_the_distance_per_token() -> None:
     torch.manual_seed(0)
     full, mixed = torch.randn(2, 7, 12, dtype=torch.float64)
     found = squared_distance(mixed, full)
     assert torch.allclose(found, ((full - mixed) ** 2).sum(-1) / 12, rtol=1e-12)
     assert squared_distance(mixed.bfloat16(), full.bfloat16()).dtype == torch.float32
-    head = torch.nn.Identity()
-    assert torch.allclose(kl_of_states(head, mixed, full), naive_kl(mixed, full), rtol=1e-10)
-    assert kl_of_states(head, full, full).abs().max() < 1e-15
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_kl_in_pieces_has_the_same_value_and_gradient(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kl_in_pieces_has_the_same_value_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 20, bias=bias).double().requires_grad_(False)
+    head = torch.nn.Linear(8, 20).double().requires_grad_(False)
     full, mixed = torch.randn(2, 10, 8, dtype=torch.float64)
     mixed.requires_grad_()
-    whole = naive_kl(head(mixed), head(full))
+    p, q = head(full).softmax(-1), head(mixed).softmax(-1)
+    whole = (p * (p / q).log()).sum(-1)
     weight = torch.rand(10, dtype=torch.float64)
     (expected,) = torch.autograd.grad(whole @ weight, mixed)
     monkeypatch.setattr("rlkv.training.distillation.TOKENS_AT_ONCE", 3)
@@ -89,6 +77,7 @@ def test_kl_in_pieces_has_the_same_value_and_gradient(
     (found,) = torch.autograd.grad(pieces @ weight, mixed)
     assert torch.allclose(pieces, whole, rtol=1e-12)
     assert torch.allclose(found, expected, rtol=1e-12)
+    assert kl_of_states(head, full, full).abs().max() < 1e-15
     assert count_right(head, full, head(full).argmax(-1)) == 10
 
 
@@ -128,16 +117,15 @@ def test_rows_of_a_pass_and_padding_do_not_matter(loss: str, prefill: str) -> No
     torch.manual_seed(1)
     start = torch.rand(3, 4)
     found = []
-    for rows in (1, 2, 4):
+    for rows in (1, 3):
         distiller = make_distiller(loss, forward_rows=rows, data="traces", prefill=prefill)
         set_gates(distiller.model, start)
         found.append((distiller.train_step(random_samples(4)), gates_matrix(distiller.model)))
-    first, first_alpha = found[0]
-    for record, alpha in found[1:]:
-        # sums of ~60 tokens in float32, in another order
-        for name in ("loss/distill", "gates/grad_norm"):
-            assert record[name] == pytest.approx(first[name], rel=1e-4)
-        assert (alpha - first_alpha).abs().max() < 1e-4
+    (single, single_alpha), (record, alpha) = found
+    # sums of ~60 tokens in float32, in another order
+    for name in ("loss/distill", "gates/grad_norm"):
+        assert record[name] == pytest.approx(single[name], rel=1e-4)
+    assert (alpha - single_alpha).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
@@ -147,7 +135,7 @@ def test_at_gates_of_0_and_1_it_is_the_loss_of_the_elimination(prefill: str) -> 
     full_LH = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
     total = 0.0
     for sample in samples:
-        loss = TraceLoss(distiller.model, [sample], 1, prompts_in_full=prefill == "full")
+        loss = TraceLoss(distiller.model, [sample], 1, prefill)
         total += math.expm1(loss.of(full_LH))
     set_gates(distiller.model, full_LH.float())
     record = distiller.train_step(samples)
@@ -263,10 +251,7 @@ def test_a_run_of_the_tiny_model(data: str, method: str, request: pytest.Fixture
     assert records[-1]["gates/mean"] == pytest.approx(gates.alpha.mean().item())
     if data == "traces":  # recorded in the model's own words
         assert min(record["teacher/right"] for record in records) > 0.95
-    for name in ("heat_map.png", "training_curves.png", "losses.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {"training", "config", "versions", "hardware", "command"} <= summary.keys()
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_seed_and_loss_change_the_gates_and_gradient_checkpointing_does_not(
@@ -277,7 +262,7 @@ def test_seed_and_loss_change_the_gates_and_gradient_checkpointing_does_not(
     assert (usual.training["loss"], kl.training["loss"]) == ("distance", "kl")
     assert kl.training["method"] == "duo_attention_kl"
     assert not torch.equal(usual.alpha, kl.alpha)
-    assert not torch.equal(usual.alpha, run(tmp_path / "seed", "--seed", "1").alpha)
+    assert not torch.equal(kl.alpha, run(tmp_path / "seed", "--loss", "kl", "--seed", "1").alpha)
     again = run(tmp_path / "checkpointing", "--gradient-checkpointing", "true")
     assert torch.allclose(again.alpha, usual.alpha, atol=1e-6)
 
@@ -363,14 +348,11 @@ def test_the_program_ends_with_one_sentence(
     ("options", "named"),
     [
         ({"data": "books"}, "data must be one of recall, traces, got 'books'"),
-        ({"loss": "mse"}, "loss must be one of auto, distance, kl, got 'mse'"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"l1_weight": -1.0}, "l1_weight must be 0 or more"),
-        ({"learning_rate": 0.0}, "learning_rate above 0"),
+        ({"l1_weight": -1.0}, "l1_weight must be at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"max_length": 10}, "max_length must be at least 1000"),
         ({"curriculum": "a.parquet"}, "curriculum belongs to --data traces"),
         ({"data": "traces", "haystack": "a.txt"}, "haystack belongs to --data recall"),
-        ({"prefill": "half"}, "prefill must be one of local, full, got 'half'"),
         ({"prefill": "full"}, "use prefill local"),
         ({"prefill": "full", "data": "traces", "gradient_checkpointing": True}, "prefill local"),
     ],

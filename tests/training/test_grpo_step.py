@@ -13,13 +13,9 @@ import torch
 from rlkv.rollout.base import Sample
 from rlkv.training.config import passes
 from rlkv.training.grpo import apply_liger
-from rlkv.training.trainer import (
-    RowSampler,
-    Shares,
-    completion_logprobs,
-    judged,
-    make_micro_batches,
-)
+from rlkv.training.objective import completion_logprobs
+from rlkv.training.sharding import RowSampler, Shares, make_micro_batches
+from rlkv.training.trainer import judged
 from tests.helpers.models import make_tiny_model
 
 # --- sampler
