@@ -79,6 +79,7 @@ def main() -> None:
     else:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=name).load()
+    found.check_model(model.config)
     template = choose_template(
         config.template,
         curriculum_template(config.curriculum),

@@ -56,8 +56,9 @@ from rlkv.utils.runtime import digest, shadow
 from rlkv.utils.store import ResultStore, open_store
 
 Head = tuple[int, int]  # layer, KV head
-# layer and head that were made compressible, the loss then, passes and cpu_seconds so far
-Step = dict[str, Any]
+# called with each head that was made compressible (layer and head, the loss then, passes and
+# cpu_seconds so far) and the heads that are left
+OnStep = Callable[[dict[str, Any], Tensor], None]
 # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 KEY = ("batch", "full")
 # likeliest tokens of full attention that are kept; logits of 49k tokens of both models took a third
@@ -115,8 +116,9 @@ def eliminate_heads(
             f"--finder elimination takes one process, not {args.world_size}: start it without a "
             "launcher, or take --finder rlkv"
         )
+    dtype = dtype_name(settings.dtype, args.device)
     if model is None or tokenizer is None:
-        model, tokenizer = load_model(settings.model, dtype=settings.dtype, device=str(args.device))
+        model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
     template = str(settings.template)  # which with_curriculum has chosen
     recorded = read_traces(settings.curriculum, tokenizer, template)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
@@ -125,7 +127,7 @@ def eliminate_heads(
     prefill = settings.elimination_prefill
     config = {name: value for name, value in asdict(settings).items() if name in READ}
     config |= {
-        "dtype": dtype_name(settings.dtype, args.device),
+        "dtype": dtype,
         "low": low,
         "seed": args.seed,
         "output_dir": args.output_dir,
@@ -146,7 +148,7 @@ def eliminate_heads(
         if settings.elimination_distillation:
             order, seconds = distilled_order(settings, args, run.path / DISTILLED, recorded, model)
             start = with_order(start, order)
-        log = RemovalLog(run, args, HeadAllocation.from_gates(start, low).full.float(), seconds)
+        log = RemovalLog(run, args.run_name, seconds)
         gates = rerank_on_traces(
             model,
             traces,
@@ -260,7 +262,7 @@ def rerank_on_traces(
     high: float,
     budget: float = 3.0,
     rows: int = 16,
-    on_step: Callable[[Step], None] = lambda step: None,
+    on_step: OnStep = lambda step, full_LH: None,
     store: ResultStore | None = None,
     prefill: str = "full",
 ) -> HeadGates:
@@ -271,38 +273,30 @@ def rerank_on_traces(
 
     Args:
         model: in eval mode, on its device; it is unchanged afterwards.
-        gates: with the sizes that they are to be served with.
+        gates: of this model, with the sizes that they are to be served with.
         budget: most passes over the traces, per head of the model.
         rows: traces of one forward.
-        on_step: called with each head that went.
         store: as of :class:`TraceLoss`.
         prefill: ``"full"`` or ``"local"``, how prompts are read when serving.
 
     Raises:
-        ValueError: for gates of another model, layers without full attention, or an empty span.
+        ValueError: for layers without full attention, or an empty span.
     """
-    gates.check_model(model.config)
     order = compression_order(gates)
     steps = num_removals(len(order), low, high)
     allocation = HeadAllocation.from_gates(gates, low)
     trusted = allocation.num_compressible
     most = budget * len(order)
-    gone = 0
 
     def show() -> None:
-        bar.update(int(loss.passes), note=f"{gone} of {steps} heads gone")
-
-    def go(step: Step) -> None:
-        nonlocal gone
-        gone += 1
-        on_step(step)
+        bar.update(int(loss.passes))
 
     with (
         hard_masks(model, gates, traces[0].ids) as gated,
         progress_bar("elimination, at most", "forwards", math.ceil(most)) as bar,
     ):
         loss = TraceLoss(gated, traces, rows, prefill, store, show)
-        measured = eliminate(loss, allocation.full, order[trusted:], steps, most, go)
+        measured = eliminate(loss, allocation.full, order[trusted:], steps, most, on_step)
         bar.update(bar.done, total=bar.done)
     found = with_order(gates, [*order[:trusted], *measured])
     found.training["reranked"] = {
@@ -350,7 +344,7 @@ def eliminate(
     order: Sequence[Head],
     steps: int,
     budget: float,
-    on_step: Callable[[Step], None],
+    on_step: OnStep,
 ) -> list[Head]:
     """Return the heads of ``order``, least needed first.
 
@@ -390,7 +384,8 @@ def eliminate(
         full_LH[head] = False
         gone.append(head)
         record = {"layer": head[0], "head": head[1], "loss": before}
-        on_step({**record, "passes": loss.passes, "cpu_seconds": loss.cpu_seconds})
+        record |= {"passes": loss.passes, "cpu_seconds": loss.cpu_seconds}
+        on_step(record, full_LH)
     return [*gone, *sorted(cost, key=cost.__getitem__)]
 
 
@@ -443,10 +438,9 @@ def choose_order(
     with hard_masks(model, measured, traces[0].ids) as gated:
         loss = TraceLoss(gated, traces, 1, prefill)
         for name, order in orders.items():
-            gates = with_order(measured, order)
             total_N = torch.zeros(len(traces), dtype=torch.float64)
             for sparsity in (low + third, high - third):
-                full_LH = HeadAllocation.from_gates(gates, sparsity).full
+                full_LH = HeadAllocation.from_order(order, *measured.alpha.shape, sparsity).full
                 total_N += torch.tensor(loss.of_batches(full_LH), dtype=torch.float64)
             losses[name] = total_N / 2
     kept = best(losses)
@@ -655,23 +649,19 @@ class RemovalLog:
     has the ``seconds`` of the distillation before.  W&B gets the records too.
     """
 
-    def __init__(
-        self, run: RunFolder, args: GateTrainingArguments, full_LH: Tensor, seconds: float
-    ) -> None:
+    def __init__(self, run: RunFolder, name: str | None, seconds: float) -> None:
         self.folder = run.path
-        self.full_LH = full_LH
         self.steps = 0
         self._cpu_seconds = -seconds
         self.wandb = run.open_wandb()
         if self.wandb:
-            self.wandb.start(args.run_name)
+            self.wandb.start(name)
         for name in (LOG, GATES_LOG):
             (self.folder / name).unlink(missing_ok=True)
 
-    def append(self, step: Step) -> None:
+    def append(self, step: dict[str, Any], full_LH: Tensor) -> None:
         """Log a head that went."""
         self.steps += 1
-        self.full_LH[step["layer"], step["head"]] = 0
         record = {
             **step,
             "traces/kept": math.exp(-step["loss"]),
@@ -679,7 +669,7 @@ class RemovalLog:
         }
         self._cpu_seconds = step["cpu_seconds"]
         append_record(self.folder / LOG, self.steps, record)
-        append_record(self.folder / GATES_LOG, self.steps, {"alpha": self.full_LH.tolist()})
+        append_record(self.folder / GATES_LOG, self.steps, {"alpha": full_LH.float().tolist()})
         if self.wandb:
             logged = {f"elimination/{name.replace('/', '_')}": record[name] for name in record}
             self.wandb.run.log(logged)
