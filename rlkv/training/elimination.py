@@ -562,9 +562,8 @@ class TraceLoss:
                     expected.append(LikelyTokens.of(log_probabilities(self.head(states))))
                 self.batches.append(batch)
                 self.full.append(expected)
-        # the mask that was asked for last, and what the first layers returned for each batch, in
-        # host memory
-        self._last_LH: list[Tensor | None] = [None] * len(self.batches)
+        # the mask before, and what its first layers returned for each batch, in host memory
+        self._last_LH: Tensor | None = None
         self._outputs: list[list[Any]] = [[] for _ in self.batches]
 
     def of(self, full_LH: Tensor) -> float:
@@ -574,11 +573,18 @@ class TraceLoss:
     @torch.no_grad()
     def of_batches(self, full_LH: Tensor) -> list[float]:
         """Return the sums over the solutions of each batch, shortest texts first."""
-        return [self._sum(number, full_LH) for number in range(len(self.batches))]
+        same = 0
+        if self._last_LH is not None:
+            differing = (self._last_LH != full_LH).any(dim=1).nonzero()
+            same = int(differing[0]) if len(differing) else len(full_LH)
+        self._last_LH = full_LH.clone()
+        return [self._sum(number, full_LH, same) for number in range(len(self.batches))]
 
-    def _sum(self, number: int, full_LH: Tensor) -> float:
-        """Return the sum over the rows of a batch, measured if it is not known."""
-        same = self._same_layers(number, full_LH)
+    def _sum(self, number: int, full_LH: Tensor, same: int) -> float:
+        """Return the sum over the rows of a batch, measured if it is not known.
+
+        ``same``: how many of the first layers have the heads of the mask before.
+        """
         outputs = self._outputs[number][:same]
         heads = "".join(map(str, full_LH.int().flatten().tolist()))
         if (number, heads) not in self._known:
@@ -593,21 +599,12 @@ class TraceLoss:
             if self._store is not None:
                 row = {"batch": number, "full": heads, "loss": loss, "cpu_s": round(seconds, 3)}
                 self._store.append(row)
-        self._last_LH[number] = full_LH.clone()
         self._outputs[number] = outputs
         # what was found counts as if it had been measured: a resumed run makes the same steps
         share = len(self.batches[number].ids_BT) / self.num_traces
         self.passes += share * (1 - same / len(self.decoder.layers))
         self.on_forward()
         return self._known[number, heads]
-
-    def _same_layers(self, number: int, full_LH: Tensor) -> int:
-        """Count the first layers with the same heads as in the mask before."""
-        last_LH = self._last_LH[number]
-        if last_LH is None:
-            return 0
-        differing = (last_LH != full_LH).any(dim=1).nonzero()
-        return int(differing[0]) if len(differing) else len(full_LH)
 
     @contextmanager
     def _layers(self, below: Sequence[Any]) -> Iterator[list[Any]]:

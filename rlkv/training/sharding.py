@@ -1,4 +1,4 @@
-"""What the processes of a run share out: the rows of a rollout, and a base too large for one GPU.
+"""Rows of a rollout and a base too large for one GPU, shared out over the processes of a run.
 
 Launchers shard all parameters and what the optimizer knows of them.  Here the base alone is large,
 and frozen: FSDP2 or DeepSpeed ZeRO-3 shards it, and the gates, a few hundred numbers, stay whole in
