@@ -440,7 +440,8 @@ def choose_order(
         for name, order in orders.items():
             total_N = torch.zeros(len(traces), dtype=torch.float64)
             for sparsity in (low + third, high - third):
-                full_LH = HeadAllocation.from_order(order, *measured.alpha.shape, sparsity).full
+                layers, heads = measured.alpha.shape
+                full_LH = HeadAllocation.from_order(order, layers, heads, sparsity).full
                 total_N += torch.tensor(loss.of_batches(full_LH), dtype=torch.float64)
             losses[name] = total_N / 2
     kept = best(losses)

@@ -219,7 +219,7 @@ class RLKVTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         if self.sharding is not None:
             self.release_weights = shard_base(self.model, self.accelerator, self.sharding)
-        self.gates = [parameter for _, parameter in gate_parameters(self.model)]
+        self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(self.model)]
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self.sharding is None:  # else it might not fit
