@@ -102,12 +102,7 @@ def train_gates(
             run.write_config()
         trainer.accelerator.wait_for_everyone()
         run.check_shared()
-        if run.checkpoint is None:
-            trainer.train()
-        elif trainer.is_finished(run.checkpoint):
-            trainer.restore(run.checkpoint)
-        else:
-            trainer.train(resume_from_checkpoint=str(run.checkpoint))
+        trainer.run(run.checkpoint)
     gates = make_gates()
     if main:
         run.export(gates, CURVES)

@@ -632,7 +632,18 @@ class RLKVTrainer(GRPOTrainer):
             self._of_rollout = state["values"]
             self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
 
-    def is_finished(self, checkpoint: Path) -> bool:
+    def run(self, checkpoint: Path | None) -> None:
+        """Train, from ``checkpoint`` on if there is one; what has ended is loaded alone."""
+        if checkpoint is None:
+            self.train()
+        elif self._is_finished(checkpoint):
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            self._load_means(checkpoint)
+        else:
+            self.train(resume_from_checkpoint=str(checkpoint))
+
+    def _is_finished(self, checkpoint: Path) -> bool:
         """Tell whether a checkpoint ends its run, and no more steps are asked for now."""
         stop = self.stop_when_stable
         if stop is not None:
@@ -642,12 +653,6 @@ class RLKVTrainer(GRPOTrainer):
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         return state.global_step >= steps
-
-    def restore(self, checkpoint: Path) -> None:
-        """Load gates, their mean and the step count of ``checkpoint`` without further training."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self._load_means(checkpoint)
 
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)

@@ -193,7 +193,9 @@ def test_the_published_penalty_takes_the_mean_reward_of_the_batch() -> None:
     groups = [sum(step.rewards[i : i + GROUP]) / GROUP for i in range(0, SAMPLES, GROUP)]
     expected = torch.tensor(groups, dtype=torch.float64)
     assert step.targets("paper").mean_reward.view(-1, GROUP)[:, 0].equal(expected)
-    assert step.targets("published").mean_reward.tolist() == pytest.approx([expected.mean()] * 16)
+    assert step.targets("published").mean_reward.tolist() == pytest.approx(
+        [expected.mean().item()] * 16
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
