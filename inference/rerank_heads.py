@@ -15,7 +15,6 @@ per head that goes; the gates file keeps how many, in ``training["reranked"]``: 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -80,13 +79,14 @@ def main() -> None:
     else:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=name).load()
+    found.check_model(model.config)
     template = choose_template(
         config.template,
         curriculum_template(config.curriculum),
         found.training.get("template"),
         model=model.config._name_or_path,
     )
-    recorded = read_traces(str(config.curriculum), tokenizer, template, max_length=sys.maxsize)
+    recorded = read_traces(str(config.curriculum), tokenizer, template)
     traces, _ = draw_traces(recorded, config.num_traces, config.seed)
     result = rerank_on_traces(
         model,

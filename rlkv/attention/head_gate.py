@@ -104,9 +104,8 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
 
     def add(self, adapter_name: str, config: HeadGateConfig) -> None:
         """Add an adapter's gates, float32 whatever the base model's dtype."""
-        size = (self.num_kv_heads,)
-        start = torch.full(size, config.init_value, dtype=torch.float32, device=self._device)
-        self.alpha[adapter_name] = nn.Parameter(start)
+        start = torch.ones(self.num_kv_heads, dtype=torch.float32, device=self._device)
+        self.alpha[adapter_name] = nn.Parameter(start * config.init_value)
         self._sizes[adapter_name] = (config.sink, config.window)
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
@@ -183,14 +182,13 @@ def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
             continue
-        config = module.config
-        layer_types = getattr(config, "layer_types", None)
+        layer_types = getattr(module.config, "layer_types", None)
         if layer_types is not None:
             is_full = layer_types[module.layer_idx] == "full_attention"
         else:
-            by_config = getattr(config, "use_sliding_window", True)
-            by_config = by_config and getattr(config, "sliding_window", None)
-            is_full = not by_config and getattr(module, "sliding_window", None) is None
+            window = getattr(module.config, "sliding_window", None)
+            slides = window and getattr(module.config, "use_sliding_window", True)
+            is_full = not slides and getattr(module, "sliding_window", None) is None
         if is_full:
             yield name, module
 
@@ -199,28 +197,14 @@ def _why_no_gates(model: Any) -> str:
     """Say why :func:`full_attention_modules` finds none in ``model``."""
     config = model.config.get_text_config()
     name = config.model_type
-    kinds = set(getattr(config, "layer_types", None) or [])
     if not model._can_set_attn_implementation():
         return (
             f"{name} computes attention in its own code, not through transformers' attention "
             "interface"
         )
-    if getattr(config, "num_attention_heads", None) is None:
-        return f"{name} has no attention heads (its config has no num_attention_heads)"
-    if kinds and "full_attention" not in kinds:
-        return (
-            f"{name} has no layer with full attention to put gates on, only layers of kind "
-            f"{', '.join(sorted(kinds))}"
-        )
-    if not any(hasattr(module, "num_key_value_groups") for module in model.modules()):
-        return (
-            f"the attention modules of {name} have no num_key_value_groups, which says what "
-            "query heads share"
-        )
-    return (
-        f"{name} has no layer with full attention to put gates on, as all that attend have a "
-        "sliding window"
-    )
+    kinds = sorted(set(getattr(config, "layer_types", None) or []))
+    of_kinds = f", only layers of kind {', '.join(kinds)}" if kinds else ""
+    return f"{name} has no layer with full attention over grouped heads to put gates on{of_kinds}"
 
 
 class HeadGateModel(BaseTuner):
@@ -239,16 +223,16 @@ class HeadGateModel(BaseTuner):
                 "such as Llama, Qwen3 or Gemma 3"
             )
         shape = ModelShape.from_config(cast(Any, self.model).config)
-        num_layers = peft_config.num_layers or shape.num_layers
-        num_kv_heads = peft_config.num_kv_heads or shape.num_kv_heads
-        if (num_layers, num_kv_heads) != (shape.num_layers, shape.num_kv_heads):
+        own = (shape.num_layers, shape.num_kv_heads)
+        asked = (peft_config.num_layers or own[0], peft_config.num_kv_heads or own[1])
+        if asked != own:
             raise ValueError(
-                f"these gates are for {num_layers} layers x {num_kv_heads} KV heads, but the model "
-                f"{shape.model_id} has {shape.num_layers} x {shape.num_kv_heads}: use the gates "
-                "that were trained for this model"
+                f"these gates are for {asked[0]} layers x {asked[1]} KV heads, but the model "
+                f"{shape.model_id} has {own[0]} x {own[1]}: use the gates that were trained for "
+                "this model"
             )
-        peft_config.num_layers = num_layers
-        peft_config.num_kv_heads = num_kv_heads
+        peft_config.num_layers = shape.num_layers
+        peft_config.num_kv_heads = shape.num_kv_heads
         peft_config.target_modules = self._present(peft_config.target_modules, available)
         return peft_config
 

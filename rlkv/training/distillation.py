@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     Cache,
     PreTrainedModel,
@@ -54,7 +55,7 @@ from rlkv.data.recall import (
 )
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
-from rlkv.models.prompts import choose_template, render_prompt
+from rlkv.models.prompts import render_prompt
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
 from rlkv.training.run_folder import LOG, RunFolder, load_tensors, new_checkpoint, save_tensors
@@ -93,21 +94,45 @@ def distill_gates(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
-    if settings.data == "traces":
-        settings = settings.with_curriculum()
-    draw, facts = load_data(settings, tokenizer)
+    if settings.data == "recall":
+        draw, facts = recall_task(settings, tokenizer)
+        draw(0)  # settings that give no samples fail here, not after the model is loaded
+        return distill(settings, draw, facts, model)
+    if settings.curriculum is None:
+        raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
+    settings = settings.with_curriculum()
+    # a first output token is predicted by the prompt alone
+    least = 2 if settings.prefill == "full" else 1
+    template = str(settings.template)  # which with_curriculum has chosen
+    traces = read_traces(str(settings.curriculum), tokenizer, template, settings.max_length, least)
+    return distill_traces(settings, traces, model)
+
+
+def distill_traces(
+    settings: DistillSettings, traces: list[MarkedText], model: PreTrainedModel | None = None
+) -> HeadGates:
+    """Distil on texts, each of which is drawn once an epoch, as :func:`distill_gates` does."""
+
+    def draw(step: int) -> list[MarkedText]:
+        samples = []
+        for place in range(step * settings.batch_size, (step + 1) * settings.batch_size):
+            epoch, index = divmod(place, len(traces))
+            order = list(range(len(traces)))
+            random.Random(f"rlkv-distill-{settings.seed}-{epoch}").shuffle(order)
+            samples.append(traces[order[index]])
+        return samples
+
+    facts = {"samples": len(traces), "data_digest": digest([text.ids for text in traces])}
     return distill(settings, draw, facts, model)
 
 
 def distill(
-    settings: DistillSettings,
-    draw: Draw,
-    facts: dict[str, Any],
-    model: PreTrainedModel | None = None,
+    settings: DistillSettings, draw: Draw, facts: dict[str, Any], model: PreTrainedModel | None
 ) -> HeadGates:
     """Start or resume a run on loaded data, and export it; ``facts``: what it notes of them.
 
-    The model is loaded, where none is given, once the folder has been checked.
+    The digest among the facts ties a resumed run to the same texts.  The model is loaded, where
+    none is given, once the folder has been checked.
     """
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
@@ -171,8 +196,8 @@ def train(
             notify("on_log", logs=record)
             due = distiller.step % settings.save_steps == 0 or distiller.step == settings.steps
             if due or control.should_save:
-                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as checkpoint:
-                    save_tensors(checkpoint / STATE, distiller.state())
+                with new_checkpoint(folder, distiller.step, CHECKPOINTS_KEPT) as saved:
+                    save_tensors(saved / STATE, distiller.state())
             progress.advance()
     notify("on_train_end")
 
@@ -246,8 +271,7 @@ class Distiller:
         decoder = self.base.get_decoder()
         head = self.base.get_output_embeddings()
         with torch.no_grad(), self.model.disable_adapter():
-            in_full = self.settings.prefill == "full"
-            batch = make_batch(decoder, samples, in_full, self.base.device)
+            batch = make_batch(decoder, samples, self.settings.prefill, self.base.device)
             full_ND = batch.states(decoder)
             right = count_right(head, full_ND, batch.answer_N)
         mixed_ND = batch.states(decoder)
@@ -280,22 +304,12 @@ class Distiller:
 # --- data
 
 
-def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
-    """Return the draw of samples, and what a run notes of its data.
-
-    The digest among the notes ties a resumed run to the same texts.
+def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
+    """Return the draw of recall samples, and what a run notes of its data.
 
     Raises:
-        ValueError: for files or settings that give no samples.
+        ValueError: for a haystack that cannot be read.
     """
-    if settings.data == "traces":
-        if settings.curriculum is None:
-            raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
-        template = choose_template(settings.template, model=settings.model)
-        # a first output token is predicted by the prompt alone
-        least = 2 if settings.prefill == "full" else 1
-        traces = read_traces(settings.curriculum, tokenizer, template, settings.max_length, least)
-        return in_epochs(traces, settings), facts_of(traces)
     draw_one: Callable[[random.Random], MarkedText]
     if not knows_bindings(tokenizer):
         haystack = None
@@ -323,12 +337,15 @@ def load_data(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str
         rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
         return [draw_one(rng) for _ in range(settings.batch_size)]
 
-    draw(0)  # settings that give no samples fail here, not after the model is loaded
     return draw, facts
 
 
 def read_traces(
-    path: str, tokenizer: Any, template: str, max_length: int, least: int = 1
+    path: str,
+    tokenizer: Any,
+    template: str,
+    max_length: int = sys.maxsize,
+    least: int = 1,
 ) -> list[MarkedText]:
     """Read the curriculum's problems with their recorded outputs, whose tokens are the answers.
 
@@ -354,24 +371,6 @@ def read_traces(
             f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
         )
     return traces
-
-
-def in_epochs(samples: list[MarkedText], settings: DistillSettings) -> Draw:
-    """Draw every sample once an epoch, in an order that depends on (seed, epoch) alone."""
-
-    def at(place: int) -> MarkedText:
-        epoch, index = divmod(place, len(samples))
-        order = list(range(len(samples)))
-        random.Random(f"rlkv-distill-{settings.seed}-{epoch}").shuffle(order)
-        return samples[order[index]]
-
-    size = settings.batch_size
-    return lambda step: [at(step * size + i) for i in range(size)]
-
-
-def facts_of(samples: list[MarkedText]) -> dict[str, Any]:
-    """Return what a run notes of its texts."""
-    return {"samples": len(samples), "data_digest": digest([text.ids for text in samples])}
 
 
 # --- batches of solutions
@@ -428,13 +427,14 @@ class TraceBatch(NamedTuple):
 
 @torch.no_grad()
 def make_batch(
-    decoder: Any, texts: Sequence[MarkedText], prompts_in_full: bool, device: torch.device
+    decoder: Any, texts: Sequence[MarkedText], prefill: str, device: torch.device
 ) -> TraceBatch:
-    """Make a batch on ``device``; ``decoder``, with full attention, reads prompts in full.
+    """Make a batch on ``device``.
 
-    A prompt ends before the first answer, whose prediction is then not the masks'.
+    With ``prefill="full"`` ``decoder``, with full attention, reads prompts in full.  A prompt ends
+    before the first answer, whose prediction is then not the masks'.
     """
-    cuts = [text.answers[0] if prompts_in_full else 0 for text in texts]
+    cuts = [text.answers[0] if prefill == "full" else 0 for text in texts]
     split = max(cuts)
     longest = max(len(text.ids) - cut for text, cut in zip(texts, cuts, strict=True))
     # padding of token 0 on both sides, where no token sees it
@@ -484,43 +484,24 @@ def log_probabilities(logits_NV: Tensor) -> Tensor:
     return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
 
 
-class _KLOfStates(torch.autograd.Function):
-    """Makes the gradient next to the value, piece by piece, as no logits are kept.
-
-    ``dKL/dlogits = mixed - full``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mixed_ND: Tensor, full_ND: Tensor, head: nn.Module) -> Tensor:
-        kl = []
-        gradient = []
-        pieces = zip(mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True)
-        for mixed, full in pieces:
-            with torch.enable_grad():
-                state = mixed.detach().requires_grad_()
-                logits = head(state)
-            expected = log_probabilities(head(full))
-            found = log_probabilities(logits.detach())
-            kl.append((expected.exp() * (expected - found)).sum(-1))
-            outer = (found.exp_() - expected.exp_()).to(logits.dtype)
-            gradient += torch.autograd.grad(logits, state, outer)
-        ctx.save_for_backward(torch.cat(gradient))
-        return torch.cat(kl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer_N: Tensor) -> tuple[Tensor, None, None]:
-        (gradient_ND,) = ctx.saved_tensors
-        return (outer_N[0][:, None] * gradient_ND).to(gradient_ND.dtype), None, None
-
-
 def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
     """Return ``sum_v p_full (log p_full - log p_mixed)`` per token, in nats: ``[N]``.
 
     It is float32 or wider.  ``head`` makes the logits of hidden states; the gradient goes to
     ``mixed_ND`` only.
     """
-    return _KLOfStates.apply(mixed_ND, full_ND, head)
+
+    def kl(mixed: Tensor, full: Tensor) -> Tensor:
+        expected = log_probabilities(head(full))
+        return (expected.exp() * (expected - log_probabilities(head(mixed)))).sum(-1)
+
+    found = []
+    for mixed, full in zip(
+        mixed_ND.split(TOKENS_AT_ONCE), full_ND.split(TOKENS_AT_ONCE), strict=True
+    ):
+        # no logits are kept: backward makes them again, piece by piece
+        found.append(checkpoint(kl, mixed, full, use_reentrant=False))
+    return torch.cat(found)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model
-from rlkv.models.prompts import choose_template
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import (
     RESUMABLE_KEYS,
@@ -45,9 +44,7 @@ from rlkv.training.distillation import (
     TOKENS_AT_ONCE,
     check_head,
     check_layers,
-    distill,
-    facts_of,
-    in_epochs,
+    distill_traces,
     log_probabilities,
     make_batch,
     read_traces,
@@ -59,6 +56,9 @@ from rlkv.utils.runtime import digest, shadow
 from rlkv.utils.store import ResultStore, open_store
 
 Head = tuple[int, int]  # layer, KV head
+# called with each head that was made compressible (layer and head, the loss then, passes and
+# cpu_seconds so far) and the heads that are left
+OnStep = Callable[[dict[str, Any], Tensor], None]
 # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 KEY = ("batch", "full")
 # likeliest tokens of full attention that are kept; logits of 49k tokens of both models took a third
@@ -119,48 +119,51 @@ def eliminate_heads(
     dtype = dtype_name(settings.dtype, args.device)
     if model is None or tokenizer is None:
         model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
-    template = choose_template(settings.template, model=settings.model)
-    recorded = read_traces(settings.curriculum, tokenizer, template, max_length=sys.maxsize)
+    template = str(settings.template)  # which with_curriculum has chosen
+    recorded = read_traces(settings.curriculum, tokenizer, template)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
+    high = settings.elimination_sparsity
+    prefill = settings.elimination_prefill
     config = {name: value for name, value in asdict(settings).items() if name in READ}
-    config |= {"dtype": dtype, "low": low, "seed": args.seed, "output_dir": args.output_dir}
-    config["data_digest"] = digest([text.ids for text in traces])
+    config |= {
+        "dtype": dtype,
+        "low": low,
+        "seed": args.seed,
+        "output_dir": args.output_dir,
+        "data_digest": digest([text.ids for text in traces]),
+    }
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     # no measurement depends on what may change when it is resumed, but rows number the batches
     kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
-    measured = {name: config[name] for name in sorted(kept)}
+    measured = {**{name: config[name] for name in sorted(kept)}, "likeliest": KEPT}
     start = unordered_gates(model, settings)
     # both refuse before the distillation
-    num_removals(start.alpha.numel(), low, settings.elimination_sparsity)
+    num_removals(start.alpha.numel(), low, high)
     check_layers(model)
-    with open_store(run.path / MEASURED, {**measured, "likeliest": KEPT}, KEY) as store:
+    with open_store(run.path / MEASURED, measured, KEY) as store:
         run.write_config()
         warn_of_unread(settings, args)
         seconds = 0.0
         if settings.elimination_distillation:
-            folder = run.path / DISTILLED
-            short = distillation(settings, args, folder)
-            distilled = distill(short, in_epochs(recorded, short), facts_of(recorded), model)
-            seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / LOG))
-            start = with_order(start, compression_order(distilled))
-        log = RemovalLog(run, args, HeadAllocation.from_gates(start, low).full.float(), seconds)
+            order, seconds = distilled_order(settings, args, run.path / DISTILLED, recorded, model)
+            start = with_order(start, order)
+        log = RemovalLog(run, args.run_name, seconds)
         gates = rerank_on_traces(
             model,
             traces,
             start,
             low,
-            settings.elimination_sparsity,
+            high,
             budget=settings.elimination_budget,
             rows=settings.forward_rows,
             on_step=log.append,
             store=store,
-            prefill=settings.elimination_prefill,
+            prefill=prefill,
         )
     facts = {**gates.training.pop("reranked"), "distillation_cpu_seconds": round(seconds, 3)}
     if settings.elimination_distillation and others:
-        span = (low, settings.elimination_sparsity)
-        gates = choose_order(model, others, start, gates, span, settings.elimination_prefill)
+        gates = choose_order(model, others, start, gates, low, high, prefill)
         facts |= gates.training
         log.add_seconds(facts["choice_cpu_seconds"])
     gates.training = {**run.published(), "method": "elimination", **facts}
@@ -191,9 +194,9 @@ def draw_traces(
 def unordered_gates(model: PreTrainedModel, settings: RLKVSettings) -> HeadGates:
     """Spread gates evenly over 0 to 1, in the order of the heads' numbers."""
     shape = ModelShape.from_config(model.config)
-    alpha = torch.linspace(0, 1, shape.num_layers * shape.num_kv_heads)
+    size = (shape.num_layers, shape.num_kv_heads)
     return HeadGates(
-        alpha.view(shape.num_layers, shape.num_kv_heads),
+        torch.linspace(0, 1, math.prod(size)).view(size),
         model=shape,
         sink=settings.deploy_sink,
         window=settings.deploy_window,
@@ -204,10 +207,8 @@ def unordered_gates(model: PreTrainedModel, settings: RLKVSettings) -> HeadGates
 
 def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments) -> None:
     """Name options of GRPO that were set, which elimination does not read."""
-    found = []
-    for option in fields(settings):
-        if option.name not in READ and getattr(settings, option.name) != option.default:
-            found.append(option.name)
+    unread = [option.name for option in fields(settings) if option.name not in READ]
+    found = [name for name in unread if getattr(settings, name) != getattr(RLKVSettings, name)]
     for name in GRPO_OPTIONS:
         if getattr(args, name) != getattr(GateTrainingArguments, name):
             found.append(name)
@@ -216,10 +217,14 @@ def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments) -> None:
         print(f"finder elimination, which does not read {names} (--finder rlkv does)", flush=True)
 
 
-def distillation(
-    settings: RLKVSettings, args: GateTrainingArguments, folder: Path
-) -> DistillSettings:
-    """Return the settings of the distillation before an elimination, a run of its own.
+def distilled_order(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    folder: Path,
+    recorded: list[MarkedText],
+    model: PreTrainedModel,
+) -> tuple[list[Head], float]:
+    """Order the heads by a short distillation, a run of its own, and return its CPU seconds too.
 
     Its steps suffice for a gate that goes from 1 to 0.  It reads a solution at a time, which needs
     the least memory, and on a CPU the least time, as nothing is padded.
@@ -227,7 +232,7 @@ def distillation(
     shared = {name: getattr(settings, name) for name in option_names(RunSettings)}
     shared |= {"wandb": "disabled", "gates_link": None, "image_steps": 0}
     shared |= {"sink": settings.deploy_sink, "window": settings.deploy_window}
-    return DistillSettings(
+    short = DistillSettings(
         **shared,
         data="traces",
         prefill="local",
@@ -241,23 +246,12 @@ def distillation(
         device=str(args.device),
         output_dir=str(folder),
     )
+    gates = distill_traces(short, recorded, model)
+    seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / LOG))
+    return compression_order(gates), seconds
 
 
 # --- lazy backward elimination
-
-
-@dataclass(frozen=True)
-class Removal:
-    """A step of an elimination: this head was made compressible.
-
-    The loss is then ``loss``, after so much work in all.
-    """
-
-    layer: int
-    head: int
-    loss: float
-    passes: float
-    cpu_seconds: float
 
 
 def rerank_on_traces(
@@ -268,7 +262,7 @@ def rerank_on_traces(
     high: float,
     budget: float = 3.0,
     rows: int = 16,
-    on_step: Callable[[Removal], None] = lambda step: None,
+    on_step: OnStep = lambda step, full_LH: None,
     store: ResultStore | None = None,
     prefill: str = "full",
 ) -> HeadGates:
@@ -279,39 +273,30 @@ def rerank_on_traces(
 
     Args:
         model: in eval mode, on its device; it is unchanged afterwards.
-        gates: with the sizes that they are to be served with.
+        gates: of this model, with the sizes that they are to be served with.
         budget: most passes over the traces, per head of the model.
         rows: traces of one forward.
         store: as of :class:`TraceLoss`.
         prefill: ``"full"`` or ``"local"``, how prompts are read when serving.
 
     Raises:
-        ValueError: for gates of another model, layers without full attention, or an empty span.
+        ValueError: for layers without full attention, or an empty span.
     """
-    gates.check_model(model.config)
     order = compression_order(gates)
     steps = num_removals(len(order), low, high)
-    start = HeadAllocation.from_gates(gates, low)
-    trusted = start.num_compressible
-    gone: list[Removal] = []
+    allocation = HeadAllocation.from_gates(gates, low)
+    trusted = allocation.num_compressible
+    most = budget * len(order)
 
     def show() -> None:
-        note = f"{len(gone)} of {steps} heads gone"
-        if gone:
-            note += f", loss {gone[-1].loss:.3g}"
-        bar.update(int(loss.passes), note=note)
+        bar.update(int(loss.passes))
 
-    def go(step: Removal) -> None:
-        gone.append(step)
-        on_step(step)
-
-    most = budget * len(order)
     with (
         hard_masks(model, gates, traces[0].ids) as gated,
         progress_bar("elimination, at most", "forwards", math.ceil(most)) as bar,
     ):
-        loss = TraceLoss(gated, traces, rows, show, store, prompts_in_full=prefill == "full")
-        measured = eliminate(loss, start.full, order[trusted:], steps, most, go)
+        loss = TraceLoss(gated, traces, rows, prefill, store, show)
+        measured = eliminate(loss, allocation.full, order[trusted:], steps, most, on_step)
         bar.update(bar.done, total=bar.done)
     found = with_order(gates, [*order[:trusted], *measured])
     found.training["reranked"] = {
@@ -328,6 +313,7 @@ def rerank_on_traces(
 @contextmanager
 def hard_masks(model: PreTrainedModel, gates: HeadGates, ids: Sequence[int]) -> Iterator[Any]:
     """Give the model gates with the sizes for serving, for a while; ``ids``: of any text."""
+    check_layers(model)
     check_head(model, ids[:32])
     config = HeadGateConfig(sink=gates.deploy_sink, window=gates.deploy_window)
     gated: Any = get_peft_model(model, config).eval()
@@ -358,7 +344,7 @@ def eliminate(
     order: Sequence[Head],
     steps: int,
     budget: float,
-    on_step: Callable[[Removal], None],
+    on_step: OnStep,
 ) -> list[Head]:
     """Return the heads of ``order``, least needed first.
 
@@ -367,22 +353,28 @@ def eliminate(
     Args:
         full_LH: bool ``[L, H]``; heads that are not full are compressible from the start.
         order: the heads that may go; of equal ones the first goes.
-        budget: passes over the traces that this may take.  A measurement takes about half a pass,
-            as layers below the head do not compute.  What is left after each head was measured once
-            is shared out among the steps, and where less than a whole pass is left the lowest old
-            cost decides.
+        budget: passes over the traces that this may take.  What is left after each head was
+            measured once is shared out among the steps, and where less than a whole pass is left
+            the lowest old cost decides.
     """
     full_LH = full_LH.clone()
     before = loss.of(full_LH)
-    after = loss.without_each(full_LH, order)
-    cost = {head: value - before for head, value in zip(order, after, strict=True)}
+
+    def cost_of(head: Head) -> float:
+        reduced_LH = full_LH.clone()
+        reduced_LH[head] = False
+        return loss.of(reduced_LH) - before
+
+    # the last layers first: all layers below them return what they did
+    first = {head: cost_of(head) for head in sorted(order, reverse=True)}
+    cost = {head: first[head] for head in order}
     gone: list[Head] = []
     for step in range(steps):
         allowed = (budget - loss.passes) / (steps - step)
         fresh: set[Head] = set()
         lowest = min(cost, key=cost.__getitem__)
         while lowest not in fresh and len(fresh) + 1 <= allowed:
-            cost[lowest] = loss.without_each(full_LH, [lowest])[0] - before
+            cost[lowest] = cost_of(lowest)
             fresh.add(lowest)
             lowest = min(cost, key=cost.__getitem__)
         # where the budget ended the search, a fresh cost counts more than a lower old one
@@ -391,7 +383,9 @@ def eliminate(
         before += cost.pop(head)
         full_LH[head] = False
         gone.append(head)
-        on_step(Removal(*head, before, loss.passes, loss.cpu_seconds))
+        record = {"layer": head[0], "head": head[1], "loss": before}
+        record |= {"passes": loss.passes, "cpu_seconds": loss.cpu_seconds}
+        on_step(record, full_LH)
     return [*gone, *sorted(cost, key=cost.__getitem__)]
 
 
@@ -426,40 +420,40 @@ def choose_order(
     traces: Sequence[MarkedText],
     distilled: HeadGates,
     measured: HeadGates,
-    span: tuple[float, float],
+    low: float,
+    high: float,
     prefill: str,
 ) -> HeadGates:
     """Return ``measured`` in the order that :func:`best` finds on other solutions.
 
-    Orders are compared at a third and two thirds of ``span``, a solution at a time.  Noted in
-    ``training["order"]``, the time in ``training["choice_cpu_seconds"]``.
+    Orders are compared at a third and two thirds of the way from ``low`` to ``high``, a solution at
+    a time.  Noted in ``training["order"]``, the time in ``training["choice_cpu_seconds"]``.
     """
     started = time.process_time()
     first = compression_order(distilled)
     second = compression_order(measured)
-    found = {
-        "measured": measured,
-        MEAN: with_order(measured, mean_order(first, second)),
-        "distilled": with_order(measured, first),
-    }
-    third = (span[1] - span[0]) / 3
+    orders = {"measured": second, MEAN: mean_order(first, second), "distilled": first}
+    third = (high - low) / 3
     losses: dict[str, Tensor] = {}
     with hard_masks(model, measured, traces[0].ids) as gated:
-        loss = TraceLoss(gated, traces, rows=1, prompts_in_full=prefill == "full")
-        for name, gates in found.items():
-            at_each = []
-            for sparsity in (span[0] + third, span[1] - third):
-                full_LH = HeadAllocation.from_gates(gates, sparsity).full
-                at_each.append(torch.tensor(loss.of_batches(full_LH), dtype=torch.float64))
-            losses[name] = torch.stack(at_each).mean(dim=0)
+        loss = TraceLoss(gated, traces, 1, prefill)
+        for name, order in orders.items():
+            total_N = torch.zeros(len(traces), dtype=torch.float64)
+            for sparsity in (low + third, high - third):
+                layers, heads = measured.alpha.shape
+                full_LH = HeadAllocation.from_order(order, layers, heads, sparsity).full
+                total_N += torch.tensor(loss.of_batches(full_LH), dtype=torch.float64)
+            losses[name] = total_N / 2
     kept = best(losses)
     means = {name: loss_N.mean().item() for name, loss_N in losses.items()}
     told = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
     print(f"loss of orders on {len(traces)} other solutions: {told}; kept: {kept}", flush=True)
-    chosen = found[kept]
-    chosen.training["order"] = kept
-    chosen.training["order_losses"] = means
-    chosen.training["choice_cpu_seconds"] = round(time.process_time() - started, 3)
+    chosen = with_order(measured, orders[kept])
+    chosen.training |= {
+        "order": kept,
+        "order_losses": means,
+        "choice_cpu_seconds": round(time.process_time() - started, 3),
+    }
     return chosen
 
 
@@ -489,18 +483,17 @@ class LikelyTokens(NamedTuple):
 
     log_NK: Tensor
     token_NK: Tensor
-    is_whole: bool
 
     @classmethod
     def of(cls, log_NV: Tensor) -> LikelyTokens:
         """Keep the likeliest tokens of log-probabilities ``[N, V]``."""
-        return cls(*log_NV.topk(min(KEPT, log_NV.shape[1])), log_NV.shape[1] <= KEPT)
+        return cls(*log_NV.topk(min(KEPT, log_NV.shape[1])))
 
     def kl(self, other_NV: Tensor) -> Tensor:
         """Return ``KL(self || other)`` in nats, ``[N]``."""
         other_NK = other_NV.gather(1, self.token_NK)
         found_N = (self.log_NK.exp() * (self.log_NK - other_NK)).sum(-1)
-        if self.is_whole:
+        if other_NV.shape[1] == self.log_NK.shape[1]:
             return found_N
         rest_N = rest_of(self.log_NK)
         return found_N + rest_N * (rest_N / rest_of(other_NK)).log()
@@ -511,19 +504,6 @@ def rest_of(log_NK: Tensor) -> Tensor:
     return (1 - log_NK.exp().sum(-1)).clamp(min=torch.finfo(log_NK.dtype).eps)
 
 
-def mask_text(full_LH: Tensor) -> str:
-    """Return the full heads as 0s and 1s."""
-    return "".join(map(str, full_LH.int().flatten().tolist()))
-
-
-class Lowest(NamedTuple):
-    """The lowest loss that was measured: its full heads, and what the layers return with them."""
-
-    loss: float
-    full_LH: Tensor
-    outputs: list[list[Any]]
-
-
 class TraceLoss:
     """The loss ``mean_i log(1 + KL_i)`` of masks on solutions, teacher-forced.
 
@@ -531,16 +511,19 @@ class TraceLoss:
     decide whether a solution goes wrong, so the sum counts and not the mean; the logarithm keeps
     one lost solution from hiding what happens to the others.
 
+    Layers below the first whose heads differ from those of the mask before do not compute again,
+    which halves the work of an elimination.
+
     Args:
         model: wrapped with :class:`rlkv.attention.head_gate.HeadGateConfig`, which says sink and
-            window, in eval mode on its device.
+            window, in eval mode on its device, all of whose layers have full attention.
         traces: prompts with their solutions, whose tokens are the answers.
         rows: traces of one forward.
-        on_forward: called after each.
+        prefill: ``"full"``: prompts are read in full, once for all masks; ``"local"``: through the
+            masks too.
         store: where measurements are kept, and found when the same job starts again; ``passes``
             counts them as before.
-        prompts_in_full: prompts are read in full, once for all masks, as with ``prefill="full"``
-            when serving; else through the masks too, as with ``"local"``.
+        on_forward: called after each forward.
 
     Attributes:
         passes: forwards over all traces so far, in units of whole ones.
@@ -552,16 +535,15 @@ class TraceLoss:
         model: Any,
         traces: Sequence[MarkedText],
         rows: int,
-        on_forward: Callable[[], None] = lambda: None,
+        prefill: str = "full",
         store: ResultStore | None = None,
-        prompts_in_full: bool = True,
+        on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.on_forward = on_forward
-        self.base = model.get_base_model()
-        self.decoder = self.base.get_decoder()
-        self.head = self.base.get_output_embeddings()
-        check_layers(self.base)
+        self.device = model.device
+        self.decoder = model.get_base_model().get_decoder()
+        self.head = model.get_base_model().get_output_embeddings()
         self.num_traces = len(traces)
         self.passes = 0.0
         self._store = store
@@ -575,20 +557,16 @@ class TraceLoss:
         with torch.no_grad(), model.disable_adapter():
             for start in range(0, len(ordered), rows):
                 piece = ordered[start : start + rows]
-                batch = make_batch(self.decoder, piece, prompts_in_full, self.base.device)
+                batch = make_batch(self.decoder, piece, prefill, self.device)
                 expected = []
                 for states in batch.states(self.decoder).split(TOKENS_AT_ONCE):
                     expected.append(LikelyTokens.of(log_probabilities(self.head(states))))
                 self.batches.append(batch)
                 self.full.append(expected)
-        # Heads that without_each starts from, with what the first layers return for each batch, in
-        # host memory, as far as it was needed; the masks that it was asked for since.
-        self._start_LH: Tensor | None = None
+        # the mask before, and what its first layers returned for each batch, in host memory
+        self._last_LH: Tensor | None = None
         self._outputs: list[list[Any]] = [[] for _ in self.batches]
-        self._asked: set[str] = set()
-        self._lowest: Lowest | None = None
 
-    @torch.no_grad()
     def of(self, full_LH: Tensor) -> float:
         """Return the loss when only the heads of ``full_LH`` (bool ``[L, H]``) are full."""
         return sum(self.of_batches(full_LH)) / self.num_traces
@@ -596,87 +574,45 @@ class TraceLoss:
     @torch.no_grad()
     def of_batches(self, full_LH: Tensor) -> list[float]:
         """Return the sums over the solutions of each batch, shortest texts first."""
-        return [self._sum(number, full_LH)[0] for number in range(len(self.batches))]
+        same = 0
+        if self._last_LH is not None:
+            differing = (self._last_LH != full_LH).any(dim=1).nonzero()
+            same = int(differing[0]) if len(differing) else len(full_LH)
+        self._last_LH = full_LH.clone()
+        return [self._sum(number, full_LH, same) for number in range(len(self.batches))]
 
-    @torch.no_grad()
-    def without_each(self, full_LH: Tensor, heads: Sequence[Head]) -> list[float]:
-        """Return the losses when one more head is compressible, one for each of ``heads``.
+    def _sum(self, number: int, full_LH: Tensor, same: int) -> float:
+        """Return the sum over the rows of a batch, measured if it is not known.
 
-        Layers below the head's own compute the same for all: they run once, and not at all if the
-        lowest loss of the calls before was the one of ``full_LH``.
+        ``same``: how many of the first layers have the heads of the mask before.
         """
-        self._start_from(full_LH)
-        losses = []
-        for layer, head in heads:
-            reduced_LH = full_LH.clone()
-            reduced_LH[layer, head] = False
-            found = [self._sum(number, reduced_LH, layer) for number in range(len(self.batches))]
-            loss = sum(part for part, _ in found) / self.num_traces
-            losses.append(loss)
-            self._asked.add(mask_text(reduced_LH))
-            if self._lowest is None or loss < self._lowest.loss:
-                self._lowest = Lowest(loss, reduced_LH, [outputs for _, outputs in found])
-        return losses
-
-    def _start_from(self, full_LH: Tensor) -> None:
-        """Start from other heads; it counts as a pass, unless their loss was asked for just before.
-
-        The layers below the first that differs return what they did.
-        """
-        if self._start_LH is not None and self._start_LH.equal(full_LH):
-            return
-        if self._lowest is not None and self._lowest.full_LH.equal(full_LH):
-            self._outputs = self._lowest.outputs
-        else:
-            same = 0
-            if self._start_LH is not None:
-                same = int((self._start_LH != full_LH).any(dim=1).nonzero()[0])
-            self._outputs = [outputs[:same] for outputs in self._outputs]
-            if mask_text(full_LH) not in self._asked:
-                for number in range(len(self.batches)):
-                    self._count(number, skipped=same)
-        self._start_LH = full_LH.clone()
-        self._asked = set()
-        self._lowest = None
-
-    def _sum(self, number: int, full_LH: Tensor, layer: int = 0) -> tuple[float, list[Any]]:
-        """Return the sum over the rows of a batch, and what the first layers return.
-
-        ``layer``: the first that differs from the start.
-        """
-        key = (number, mask_text(full_LH))
-        outputs = self._outputs[number][:layer]
-        if key not in self._known:
-            below = self._below(number, layer)
+        outputs = self._outputs[number][:same]
+        heads = "".join(map(str, full_LH.int().flatten().tolist()))
+        if (number, heads) not in self._known:
             set_gates(self.model, full_LH.float())
-            with self._layers(below) as outputs:
-                self._known[key] = self._measure(number)
+            with self._layers(outputs) as outputs:
+                loss = self._measure(number)
+            self._known[number, heads] = loss
             now = time.process_time()
-            took = now - self._clock
+            seconds = now - self._clock
             self._clock = now
-            self.cpu_seconds += took
+            self.cpu_seconds += seconds
             if self._store is not None:
-                row = {**dict(zip(KEY, key, strict=True)), "loss": self._known[key]}
-                self._store.append({**row, "cpu_s": round(took, 3)})
-        self._count(number, skipped=layer)
-        return self._known[key], outputs
-
-    def _below(self, number: int, layer: int) -> list[Any]:
-        """Return what the layers below ``layer`` return for a batch with the heads of the start."""
-        if len(self._outputs[number]) < layer:
-            assert self._start_LH is not None
-            set_gates(self.model, self._start_LH.float())
-            with self._layers(self._outputs[number]) as outputs:
-                self.batches[number].states(self.decoder)
-            self._outputs[number] = outputs
-        return self._outputs[number][:layer]
+                row = {"batch": number, "full": heads, "loss": loss, "cpu_s": round(seconds, 3)}
+                self._store.append(row)
+        self._outputs[number] = outputs
+        # what was found counts as if it had been measured: a resumed run makes the same steps
+        share = len(self.batches[number].ids_BT) / self.num_traces
+        self.passes += share * (1 - same / len(self.decoder.layers))
+        self.on_forward()
+        return self._known[number, heads]
 
     @contextmanager
     def _layers(self, below: Sequence[Any]) -> Iterator[list[Any]]:
         """Let the first layers return ``below`` without computing, and list what all return."""
         outputs = list(below)
         # what those before the last one return is not looked at
-        last = tree_map(lambda state: state.to(self.base.device), below[-1]) if below else None
+        last = tree_map(lambda state: state.to(self.device), below[-1]) if below else None
 
         def record(module: nn.Module, given: Any, output: Any) -> None:
             outputs.append(tree_map(Tensor.cpu, output))
@@ -700,10 +636,8 @@ class TraceLoss:
             kl_B.index_add_(0, row_N, kl_N.float())
         return kl_B.clamp(min=0).log1p().sum().item()
 
-    def _count(self, number: int, skipped: int = 0) -> None:
-        share = len(self.batches[number].ids_BT) / self.num_traces
-        self.passes += share * (1 - skipped / len(self.decoder.layers))
-        self.on_forward()
+
+# --- the log of a run
 
 
 class RemovalLog:
@@ -713,31 +647,27 @@ class RemovalLog:
     has the ``seconds`` of the distillation before.  W&B gets the records too.
     """
 
-    def __init__(
-        self, run: RunFolder, args: GateTrainingArguments, full_LH: Tensor, seconds: float
-    ) -> None:
+    def __init__(self, run: RunFolder, name: str | None, seconds: float) -> None:
         self.folder = run.path
-        self.full_LH = full_LH
         self.steps = 0
         self._cpu_seconds = -seconds
         self.wandb = run.wandb
         if self.wandb:
-            self.wandb.start(args.run_name)
+            self.wandb.start(name)
         for name in (LOG, GATES_LOG):
             (self.folder / name).unlink(missing_ok=True)
 
-    def append(self, step: Removal) -> None:
+    def append(self, step: dict[str, Any], full_LH: Tensor) -> None:
         """Log a head that went."""
         self.steps += 1
-        self.full_LH[step.layer, step.head] = 0
         record = {
-            **asdict(step),
-            "traces/kept": math.exp(-step.loss),
-            "time/step_cpu_s": step.cpu_seconds - self._cpu_seconds,
+            **step,
+            "traces/kept": math.exp(-step["loss"]),
+            "time/step_cpu_s": step["cpu_seconds"] - self._cpu_seconds,
         }
-        self._cpu_seconds = step.cpu_seconds
+        self._cpu_seconds = step["cpu_seconds"]
         append_record(self.folder / LOG, self.steps, record)
-        append_record(self.folder / GATES_LOG, self.steps, {"alpha": self.full_LH.tolist()})
+        append_record(self.folder / GATES_LOG, self.steps, {"alpha": full_LH.float().tolist()})
         if self.wandb:
             logged = {f"elimination/{name.replace('/', '_')}": record[name] for name in record}
             self.wandb.run.log(logged)

@@ -93,7 +93,7 @@ def train_gates(
     if main:
         logs = run.loggers(make_gates, lambda: trainer.samples, settings.sample_steps)
         every += [*logs, StepLine()]
-    with open_engine(settings, args, longest_prompt(curriculum, tokenizer)) as engine:
+    with open_engine(settings, args, curriculum, tokenizer) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
             set_gates(trainer.model, start.alpha)
@@ -102,12 +102,7 @@ def train_gates(
             run.write_config()
         trainer.accelerator.wait_for_everyone()
         run.check_shared()
-        if run.checkpoint is None:
-            trainer.train()
-        elif trainer.is_finished(run.checkpoint):
-            trainer.restore(run.checkpoint)
-        else:
-            trainer.train(resume_from_checkpoint=str(run.checkpoint))
+        trainer.run(run.checkpoint)
     gates = make_gates()
     if main:
         run.export(gates, CURVES)
@@ -215,7 +210,10 @@ def run_config(
 
 @contextmanager
 def open_engine(
-    settings: RLKVSettings, args: GateTrainingArguments, longest_prompt: int
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    curriculum: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[GatedEngine | None]:
     """Open what samples instead of the trainer's own model: an engine, or a client of servers.
 
@@ -226,32 +224,33 @@ def open_engine(
         ValueError: if the engine is not installed, a server cannot be reached, or it does not fit
             the settings.
     """
+    if settings.rollout == "hf" or (settings.rollout == "vllm-server" and args.process_index > 0):
+        yield None
+        return
     sizes = LocalSizes(settings.sink, settings.window)
-    positions = longest_prompt + (args.max_completion_length or 0)
-    if settings.rollout == "vllm-server" and args.process_index == 0:
+    positions = longest_prompt(curriculum, tokenizer) + (args.max_completion_length or 0)
+    if settings.rollout == "vllm-server":
         from rlkv.rollout.remote import RolloutClient
 
         client = RolloutClient(settings.servers, settings.rollout_patience)
         client.check(sizes, positions)
         yield client
-    elif settings.rollout == "vllm":
-        from rlkv.vllm.engine import VLLMEngine
+        return
+    from rlkv.vllm.engine import VLLMEngine
 
-        # vLLM ends any process group with its own: also the trainer's, which it then uses too
-        alone = not torch.distributed.is_initialized()
-        engine = VLLMEngine(
-            settings.model,
-            sizes,
-            settings.dtype,
-            max_positions=positions,
-            kv_gib=settings.rollout_kv_gib or DEFAULT_KV_GIB,
-            max_rows=settings.rollout_rows or DEFAULT_ROWS,
-            enforce_eager=settings.rollout_eager,
-        )
-        with closing(engine) if alone else nullcontext():
-            yield engine
-    else:
-        yield None
+    engine = VLLMEngine(
+        settings.model,
+        sizes,
+        settings.dtype,
+        max_positions=positions,
+        kv_gib=settings.rollout_kv_gib or DEFAULT_KV_GIB,
+        max_rows=settings.rollout_rows or DEFAULT_ROWS,
+        enforce_eager=settings.rollout_eager,
+    )
+    # vLLM ends any process group with its own: also the trainer's, which it then uses too
+    alone = not torch.distributed.is_initialized()
+    with closing(engine) if alone else nullcontext():
+        yield engine
 
 
 def apply_liger(model: PreTrainedModel, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A frozen base model that does not fit one GPU, shared out over the processes.
+"""Rows of a rollout and a base too large for one GPU, shared out over the processes of a run.
 
 Launchers shard all parameters and what the optimizer knows of them.  Here the base alone is large,
 and frozen: FSDP2 or DeepSpeed ZeRO-3 shards it, and the gates, a few hundred numbers, stay whole in
@@ -9,8 +9,10 @@ process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,15 +21,131 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import PeftModel
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
+from trl.trainer.utils import RepeatSampler
 
 from rlkv.attention.mixed import GATE
 
 # shards a frozen model without gates, in place; what it returns is to be called after every
 # backward pass
 Shard = Callable[[PreTrainedModel, Accelerator], Callable[[], None]]
+
+
+# --- rows of a rollout
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the rows of a rollout are divided for sampling.
+
+    Attributes:
+        rows: of all processes.
+        slots: of each process, at least its share.
+    """
+
+    rows: int
+    slots: int
+    processes: int
+
+    def of(self, rank: int) -> range:
+        """Return the rows of a process; shares differ by one row at most."""
+        return range(self.rows * rank // self.processes, self.rows * (rank + 1) // self.processes)
+
+    def filled(self) -> list[int]:
+        """Return the slots of the rows, by row, where the slots of all processes are one list."""
+        slots: list[int] = []
+        for rank in range(self.processes):
+            first = rank * self.slots
+            slots.extend(range(first, first + len(self.of(rank))))
+        return slots
+
+
+class RowSampler(RepeatSampler):
+    """trl's sampler of prompts, in slots, with an order that depends on (seed, epoch) alone.
+
+    Args:
+        uses: how often each rollout is asked for: once per forward and backward pass.
+        epoch: returns the current one.
+    """
+
+    def __init__(self, shares: Shares, uses: int, epoch: Callable[[], int], **options: Any) -> None:
+        super().__init__(**options)
+        self.shares = shares
+        self.uses = uses
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
+        prompts = super().__iter__()
+        while rows := list(islice(prompts, self.shares.rows)):
+            slots = rows[:1] * (self.shares.slots * self.shares.processes)
+            for slot, index in zip(self.shares.filled(), rows, strict=True):
+                slots[slot] = index
+            for _ in range(self.uses):
+                yield from slots
+
+    def __len__(self) -> int:
+        rollouts = super().__len__() // self.shares.rows
+        return rollouts * self.shares.slots * self.shares.processes * self.uses
+
+
+def gather_rows(accelerator: Any, tensors: dict[str, Tensor], shares: Shares) -> dict[str, Tensor]:
+    """Gather the rows of all processes, by number, from tensors ``[slots, ...]`` of this one."""
+    filled = torch.tensor(shares.filled(), device=accelerator.device)
+    gathered = {}
+    for name, values in tensors.items():
+        if values.dim() == 2:
+            left = name.startswith("prompt")  # prompts are padded on the left
+            values = accelerator.pad_across_processes(values, dim=1, pad_first=left)
+        gathered[name] = accelerator.gather(values)[filled]
+    return gathered
+
+
+def make_micro_batches(
+    rows: dict[str, Tensor], parts: Sequence[Tensor], number: int, processes: int, rank: int
+) -> list[dict[str, Tensor]]:
+    """Deal out the rows that have a gradient, by length, and leave out those of advantage 0.
+
+    Ranks work on rows of about the same length at the same time.  A process without a row takes the
+    shortest one, with advantage 0, because every process takes part in every backward pass.
+
+    Args:
+        rows: of a whole rollout, with advantages and masks.
+        parts: the rows of each optimizer step.
+        number: micro-batches of a part.
+
+    Returns:
+        The micro-batches of process ``rank``, ``number`` for each part: some of the rows,
+        ``mean_reward`` of all rows of the part, and as scalars how many rows and tokens of it fall
+        to a micro-batch on average.
+    """
+    length_N = rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1)
+    batches = []
+    for part in parts:
+        whole = {
+            "mean_reward": rows["mean_reward"][part],
+            "num_samples": torch.tensor(len(part) / (number * processes), device=part.device),
+            "num_tokens": rows["completion_mask"][part].sum() / (number * processes),
+        }
+        teaching = part[rows["advantages"][part] != 0]
+        teaching = teaching[length_N[teaching].argsort(descending=True, stable=True)]
+        shortest = part[length_N[part].argmin()][None]
+        for i in range(number):
+            end = len(teaching) * (i + 1) // number
+            mine = teaching[len(teaching) * i // number : end][rank::processes]
+            chosen = mine if len(mine) else shortest
+            batch = {name: values[chosen] for name, values in rows.items()}
+            if not len(mine):
+                batch["advantages"] = torch.zeros_like(batch["advantages"])
+            batches.append(batch | whole)
+    return batches
+
+
+# --- a frozen base
 
 
 def is_sharded(args: Any) -> bool:

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -29,7 +26,6 @@ from transformers import (
 )
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import RepeatSampler
 
 from rlkv.attention.head_gate import (
     HeadGateConfig,
@@ -50,20 +46,32 @@ from rlkv.training.callbacks import (
     StopWhenStable,
 )
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
-from rlkv.training.objective import RECIPES
+from rlkv.training.objective import RECIPES, completion_logprobs
 from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
-from rlkv.training.sharding import in_step, nothing, shard_base, take_sharding
+from rlkv.training.sharding import (
+    RowSampler,
+    Shares,
+    gather_rows,
+    in_step,
+    make_micro_batches,
+    nothing,
+    shard_base,
+    take_sharding,
+)
 from rlkv.verifier import are_correct
 
 # (completions as text, answers) -> whether each is right
 Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
-# (input_ids, attention_mask, labels) -> log-probabilities [rows, tokens - 1]; labels are -100 where
-# none is wanted
-Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # of what trl makes of a rollout, what the loss needs
-ROW_TENSORS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "source"]
-ROW_TENSORS += ["sampling_per_token_logps", "old_per_token_logps"]
+ROW_TENSORS = (
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "sampling_per_token_logps",
+    "old_per_token_logps",
+)
 GATE_MEAN = "gate_mean.pt"  # what a checkpoint holds besides the files of transformers
 
 SAMPLES = 8  # texts of a rollout that are kept for the log
@@ -73,65 +81,6 @@ SAME_MODEL = 0.5  # mean difference of log-probabilities between two engines wit
 def verifier_reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
     """Return whether the verifier accepts each completion's answer."""
     return are_correct(zip(completions, answers, strict=True))
-
-
-# --- sampler: which rows of a rollout each process samples
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the rows of a rollout are divided for sampling.
-
-    Attributes:
-        rows: of all processes.
-        slots: of each process, at least its share.
-    """
-
-    rows: int
-    slots: int
-    processes: int
-
-    def of(self, rank: int) -> range:
-        """Return the rows of a process; shares differ by one row at most."""
-        return range(self.rows * rank // self.processes, self.rows * (rank + 1) // self.processes)
-
-    def filled(self) -> list[int]:
-        """Return the slots of the rows, by row, where the slots of all processes are one list."""
-        slots: list[int] = []
-        for rank in range(self.processes):
-            first = rank * self.slots
-            slots.extend(range(first, first + len(self.of(rank))))
-        return slots
-
-
-class RowSampler(RepeatSampler):
-    """trl's sampler of prompts, in slots, with an order that depends on (seed, epoch) alone.
-
-    Args:
-        uses: how often each rollout is asked for: once per forward and backward pass.
-        epoch: returns the current one.
-    """
-
-    def __init__(self, shares: Shares, uses: int, epoch: Callable[[], int], **options: Any) -> None:
-        super().__init__(**options)
-        self.shares = shares
-        self.uses = uses
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self._epoch())
-        prompts = super().__iter__()
-        while rows := list(islice(prompts, self.shares.rows)):
-            slots = rows[:1] * (self.shares.slots * self.shares.processes)
-            for slot, index in zip(self.shares.filled(), rows, strict=True):
-                slots[slot] = index
-            for _ in range(self.uses):
-                yield from slots
-
-    def __len__(self) -> int:
-        rollouts = super().__len__() // self.shares.rows
-        return rollouts * self.shares.slots * self.shares.processes * self.uses
 
 
 # --- rollout: verdicts while other rows are sampled
@@ -154,10 +103,9 @@ def judged(
 
     def judge_arrived() -> None:
         batch = [arrived.get() for _ in range(arrived.qsize())]
-        if not batch:
-            return
-        for (index, sample), verdict in zip(batch, judge(batch), strict=True):
-            found[index] = (sample, verdict)
+        if batch:
+            for (index, sample), verdict in zip(batch, judge(batch), strict=True):
+                found[index] = (sample, verdict)
 
     thread = ThreadPoolExecutor(1, "judge")
     calls = []
@@ -171,102 +119,6 @@ def judged(
         return [found[index] for index in sorted(found)], time.perf_counter() - waiting
     finally:  # an error or a signal does not wait for verdicts
         thread.shutdown(wait=False, cancel_futures=True)
-
-
-# --- micro-batches: which rows each process trains on
-
-
-def gather_rows(accelerator: Any, tensors: dict[str, Tensor], shares: Shares) -> dict[str, Tensor]:
-    """Gather the rows of all processes, by number, from tensors ``[slots, ...]`` of this one."""
-    filled = torch.tensor(shares.filled(), device=accelerator.device)
-    gathered = {}
-    for name, values in tensors.items():
-        if values.dim() == 2:
-            left = name.startswith("prompt")  # prompts are padded on the left
-            values = accelerator.pad_across_processes(values, dim=1, pad_first=left)
-        gathered[name] = accelerator.gather(values)[filled]
-    return gathered
-
-
-def make_micro_batches(
-    rows: dict[str, Tensor], parts: Sequence[Tensor], number: int, processes: int, rank: int
-) -> list[dict[str, Tensor]]:
-    """Deal out the rows that have a gradient, by length, and leave out those of advantage 0.
-
-    Ranks work on rows of about the same length at the same time.  A process without a row takes the
-    shortest one, with advantage 0, because every process takes part in every backward pass.
-
-    Args:
-        rows: of a whole rollout, with advantages and masks.
-        parts: the rows of each optimizer step.
-        number: micro-batches of a part.
-
-    Returns:
-        The micro-batches of process ``rank``, ``number`` for each part: some of the rows,
-        ``mean_reward`` of all rows of the part, and as scalars how many rows and tokens of it fall
-        to a micro-batch on average.
-    """
-    length_N = rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1)
-    batches = []
-    for part in parts:
-        whole = {
-            "mean_reward": rows["mean_reward"][part],
-            "num_samples": torch.tensor(len(part) / (number * processes), device=part.device),
-            "num_tokens": rows["completion_mask"][part].sum() / (number * processes),
-        }
-        teaching = part[rows["advantages"][part] != 0]
-        teaching = teaching[length_N[teaching].argsort(descending=True, stable=True)]
-        shortest = part[length_N[part].argmin()][None]
-        for i in range(number):
-            end = len(teaching) * (i + 1) // number
-            mine = teaching[len(teaching) * i // number : end][rank::processes]
-            chosen = mine if len(mine) else shortest
-            batch = {name: values[chosen] for name, values in rows.items()}
-            if not len(mine):
-                batch["advantages"] = torch.zeros_like(batch["advantages"])
-            batches.append(batch | whole)
-    return batches
-
-
-# --- loss: log-probabilities of completions
-
-
-def shift_left(ids_NT: Tensor, mask_NT: Tensor) -> tuple[Tensor, Tensor]:
-    """Move every row's left padding behind its tokens: ``(ids, offset)``, offset int64 ``[N]``."""
-    offset_N = mask_NT.int().argmax(-1)
-    width = ids_NT.shape[1]
-    index = (torch.arange(width, device=ids_NT.device) + offset_N[:, None]) % width
-    return ids_NT.gather(1, index), offset_N
-
-
-def completion_logprobs(
-    score: Score, ids_NT: Tensor, mask_NT: Tensor, num_completion: int, max_rows: int
-) -> Tensor:
-    """Return log-probabilities of the last ``num_completion`` columns: ``[N, num_completion]``.
-
-    They are 0 for padding.  Without padding on the left plain causal attention needs no mask, which
-    would cost ~64 MB per row at 8k tokens.
-
-    Args:
-        ids_NT, mask_NT: prompts padded on the left, completions on the right.
-        max_rows: rows of one call of ``score``; rows of similar length share a call.
-    """
-    shifted, offset_N = shift_left(ids_NT, mask_NT)
-    length_N = mask_NT.sum(-1)
-    start_N = ids_NT.shape[1] - num_completion - offset_N  # of the completion, after the shift
-    logprobs = torch.zeros(len(ids_NT), num_completion, device=ids_NT.device)
-    for rows in length_N.argsort(descending=True).split(max_rows):
-        column = torch.arange(int(length_N[rows].max()), device=ids_NT.device)
-        real = column < length_N[rows, None]
-        ids = torch.where(real, shifted[rows, : len(column)], shifted.new_zeros(()))
-        wanted = real & (column >= start_N[rows, None])
-        found = score(ids, real.to(mask_NT.dtype), ids.masked_fill(~wanted, -100))
-        # entry k of a score belongs to column k + 1 of the shifted row
-        target = column[1:] - start_N[rows, None]
-        keep = wanted[:, 1:]
-        place = (rows[:, None].expand_as(target)[keep], target[keep])
-        logprobs = logprobs.index_put(place, found.to(logprobs.dtype)[keep])
-    return logprobs
 
 
 class RLKVTrainer(GRPOTrainer):
@@ -321,6 +173,12 @@ class RLKVTrainer(GRPOTrainer):
         self.settings = settings
         self.reward = reward
         self.engine = engine
+        self.output_dir = Path(args.output_dir or ".")
+        self.shares = Shares(
+            rows=prompts * (args.num_generations or 1),
+            slots=(args.generation_batch_size or 0) // args.world_size,
+            processes=args.world_size,
+        )
         self.sharding = take_sharding(args)
         self.release_weights = nothing  # of a sharded base, after a backward pass
         self.gate_mean = GateMean()
@@ -361,7 +219,7 @@ class RLKVTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         if self.sharding is not None:
             self.release_weights = shard_base(self.model, self.accelerator, self.sharding)
-        self.gates = [parameter for _, parameter in gate_parameters(self.model)]
+        self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(self.model)]
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self.sharding is None:  # else it might not fit
@@ -376,13 +234,6 @@ class RLKVTrainer(GRPOTrainer):
     def steps_per_rollout(self) -> int:
         """Forward and backward passes that use the same rollout."""
         return (self.args.steps_per_generation or 1) * self.num_iterations
-
-    @cached_property
-    def shares(self) -> Shares:
-        """How the rows of a rollout are divided for sampling."""
-        args = self.args
-        slots = (args.generation_batch_size or 0) // args.world_size
-        return Shares(args.prompts_per_rollout * self.num_generations, slots, args.world_size)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RowSampler:
         return RowSampler(
@@ -399,12 +250,7 @@ class RLKVTrainer(GRPOTrainer):
     # --- rollout
 
     def _generate_single_turn(
-        self,
-        prompt_ids: Any,
-        images: Any,
-        multimodal_fields: Any,
-        num_generations: int,
-        has_tool_images: bool = False,
+        self, prompt_ids: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """Sample and judge this process's rows; empty slots get a lone end token."""
         started = time.perf_counter()
@@ -532,10 +378,10 @@ class RLKVTrainer(GRPOTrainer):
         self._answers = [row["answer"] for row in inputs]
         output = super()._generate_and_score_completions(inputs)
         self._keep_samples(inputs)
+        own = {name: output[name] for name in ROW_TENSORS if name in output}
         sources = [sample.source for sample, _ in self._sampled]
         sources += [0] * (len(inputs) - len(sources))
-        output["source"] = torch.tensor(sources, device=self.accelerator.device)
-        own = {name: output[name] for name in ROW_TENSORS if name in output}
+        own["source"] = torch.tensor(sources, device=self.accelerator.device)
         rows = gather_rows(self.accelerator, own, self.shares)
         rewards = self._rewards
         tokens = rows["completion_mask"].sum(1)
@@ -581,12 +427,13 @@ class RLKVTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         settings = self.settings
-        mean_reward = inputs["mean_reward"]
         if settings.adaptive:
-            weight = objective.adaptive_weight(mean_reward, settings.l1_beta, settings.tau)
+            weight = objective.adaptive_weight(
+                inputs["mean_reward"], settings.l1_beta, settings.tau
+            )
         else:
-            weight = objective.constant_weight(mean_reward, settings.l1_beta)
-        l1 = objective.penalty(weight, torch.cat([gate.view(-1) for gate in self.gates]))
+            weight = objective.constant_weight(inputs["mean_reward"], settings.l1_beta)
+        l1 = objective.penalty(weight, torch.cat(self.gates))
         policy, clipped = self._policy_loss(model, inputs)
         self._add(
             weight=weight.mean(),
@@ -739,10 +586,6 @@ class RLKVTrainer(GRPOTrainer):
 
     # --- exact resume: what trl does not restore
 
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.args.output_dir or ".")
-
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save the adapter alone, without trl's model card and peft's look at the hub."""
         model = self.accelerator.unwrap_model(self.model)
@@ -789,7 +632,18 @@ class RLKVTrainer(GRPOTrainer):
             self._of_rollout = state["values"]
             self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
 
-    def is_finished(self, checkpoint: Path) -> bool:
+    def run(self, checkpoint: Path | None) -> None:
+        """Train, from ``checkpoint`` on if there is one; what has ended is loaded alone."""
+        if checkpoint is None:
+            self.train()
+        elif self._is_finished(checkpoint):
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            self._load_means(checkpoint)
+        else:
+            self.train(resume_from_checkpoint=str(checkpoint))
+
+    def _is_finished(self, checkpoint: Path) -> bool:
         """Tell whether a checkpoint ends its run, and no more steps are asked for now."""
         stop = self.stop_when_stable
         if stop is not None:
@@ -799,12 +653,6 @@ class RLKVTrainer(GRPOTrainer):
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         return state.global_step >= steps
-
-    def restore(self, checkpoint: Path) -> None:
-        """Load gates, their mean and the step count of ``checkpoint`` without further training."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self._load_means(checkpoint)
 
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)

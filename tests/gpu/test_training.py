@@ -23,7 +23,7 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.decoding import Decoding
 from rlkv.rollout.footprint import GIB
 from rlkv.training import objective
-from rlkv.training.trainer import Score, completion_logprobs
+from rlkv.training.objective import Score, completion_logprobs
 from tests.gpu.conftest import Built
 
 Record = Callable[[str, Any], None]

@@ -24,6 +24,7 @@ WORKS = None
 LATENT = "multi-head latent attention.*8 numbers"
 TOUCHED = "attention modules of this model compute with the keys and values that the cache returns"
 OWN_CODE = "computes attention in its own code"
+NO_GROUPS = "no layer with full attention over grouped heads"
 # what compress(...) and what gates say; WORKS: they compute what the model does
 FAMILIES: dict[str, tuple[str | None, str | None]] = {
     "bloom": ("does not let its attention implementation be set", OWN_CODE),
@@ -35,16 +36,16 @@ FAMILIES: dict[str, tuple[str | None, str | None]] = {
     "gemma3_text": (WORKS, WORKS),
     "gemma3n_text": (TOUCHED, WORKS),
     "glm4_moe_lite": (LATENT, LATENT),
-    "gpt2": (WORKS, "no num_key_value_groups"),
-    "gpt_neox": (WORKS, "no num_key_value_groups"),
+    "gpt2": (WORKS, NO_GROUPS),
+    "gpt_neox": (WORKS, NO_GROUPS),
     "gpt_oss": ("s_aux", "s_aux"),
     "jetmoe": (TOUCHED, "4 KV heads, but gates for 2"),
     "llama4_text": ("chunked_attention", WORKS),
-    "mamba": ("linear_attention", "no attention heads"),
+    "mamba": ("linear_attention", "only layers of kind linear_attention"),
     "mimo_v2_flash": ("s_aux", "s_aux"),
     "minicpm3": (LATENT, LATENT),
     "minimax": ("linear_attention", WORKS),
-    "opt": (WORKS, "no num_key_value_groups"),
+    "opt": (WORKS, NO_GROUPS),
     "qwen3_next": ("linear_attention", WORKS),
     "rwkv": ("no attention heads", OWN_CODE),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pkgutil
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +24,7 @@ from rlkv.tiny import draw_problem
 from rlkv.training import elimination
 from rlkv.training.distillation import log_probabilities, read_traces
 from rlkv.training.elimination import (
-    KEY,
     LikelyTokens,
-    Removal,
     TraceLoss,
     best,
     choose_order,
@@ -35,13 +32,10 @@ from rlkv.training.elimination import (
     eliminate,
     eliminate_heads,
     mean_order,
-    num_removals,
     rerank_on_traces,
     with_order,
 )
-from rlkv.training.run_folder import WandbLog
 from rlkv.utils.files import read_log
-from rlkv.utils.store import open_store
 from tests.helpers.models import make_tiny_model
 
 # --- the search, on losses whose order is known
@@ -63,14 +57,6 @@ class Known:
         self.passes += 1
         return self.formula(full_LH)
 
-    def without_each(self, full_LH: Tensor, heads: Sequence[tuple[int, int]]) -> list[float]:
-        found = []
-        for head in heads:
-            reduced = full_LH.clone()
-            reduced[head] = False
-            found.append(self.of(reduced))
-        return found
-
 
 def additive(full_LH: Tensor) -> float:
     return float((WORTH * ~full_LH).sum())
@@ -83,11 +69,11 @@ def either(full_LH: Tensor) -> float:
 
 
 def search(loss: Known, steps: int, budget: float, order: Sequence[tuple[int, int]] = HEADS) -> Any:
-    gone: list[Removal] = []
+    gone: list[dict[str, Any]] = []
     full = ALL.clone()
-    found = eliminate(loss, full, order, steps, budget, gone.append)
+    found = eliminate(loss, full, order, steps, budget, lambda step, _: gone.append(step))
     assert full.all()  # what is given is not changed
-    assert [(step.layer, step.head) for step in gone] == found[:steps]
+    assert [(step["layer"], step["head"]) for step in gone] == found[:steps]
     return found, gone
 
 
@@ -97,8 +83,8 @@ def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
     assert loss.passes == 1 + 6 + 6  # the start, all heads, and the lowest at every step
     losses = WORTH.flatten().sort().values.cumsum(0).tolist()
-    assert [step.loss for step in steps] == pytest.approx(losses)
-    assert steps[-1].passes == loss.passes
+    assert [step["loss"] for step in steps] == pytest.approx(losses)
+    assert steps[-1]["passes"] == loss.passes
 
 
 def test_a_cost_that_has_grown_is_seen() -> None:
@@ -118,16 +104,10 @@ def test_the_budget_bounds_the_passes() -> None:
 
 def test_equal_heads_go_in_the_order_given() -> None:
     loss = Known(lambda full: float(~full.sum()))
-    assert search(loss, 6, 100, HEADS[::-1])[0] == HEADS[::-1]
-    flat = HeadGates(alpha=torch.full((2, 3), 0.5))
     order = [(1, 2), (0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]
+    assert search(loss, 6, 100, order)[0] == order
+    flat = HeadGates(alpha=torch.full((2, 3), 0.5))
     assert compression_order(with_order(flat, order)) == order
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.6, 0.5), (0.5, 0.51)])
-def test_an_empty_span_is_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match=f"{low} and {high}"):
-        num_removals(6, low, high)
 
 
 # --- the loss of masks on solutions
@@ -149,7 +129,7 @@ def make_loss(
     family: str = "llama", rows: int = 4, prefill: str = "full", **more: Any
 ) -> TraceLoss:
     gated = get_peft_model(make_tiny_model(family), HeadGateConfig(sink=2, window=5)).eval()
-    return TraceLoss(gated, random_traces(), rows, prompts_in_full=prefill == "full", **more)
+    return TraceLoss(gated, random_traces(), rows, prefill, **more)
 
 
 def without(head: tuple[int, int], full: Tensor = FULL) -> Tensor:
@@ -159,22 +139,13 @@ def without(head: tuple[int, int], full: Tensor = FULL) -> Tensor:
 
 
 def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged tokens are a bound: below the KL over all, equal to the KL of what was merged."""
     torch.manual_seed(0)
     full, other = log_probabilities(3 * torch.randn(2, 9, 50, dtype=torch.float64))
     whole = (full.exp() * (full - other)).sum(-1)
     assert torch.allclose(LikelyTokens.of(full).kl(other), whole, rtol=1e-12)
     monkeypatch.setattr(elimination, "KEPT", 20)
-    likely = full.topk(20).indices
-
-    def merged(log: Tensor) -> Tensor:
-        kept = log.exp().gather(1, likely)
-        return torch.cat([kept, 1 - kept.sum(1, keepdim=True)], dim=1)
-
-    p, q = merged(full), merged(other)
     found = LikelyTokens.of(full).kl(other)
-    assert torch.allclose(found, (p * (p / q).log()).sum(-1), rtol=1e-9)
-    assert (found < whole).all()
+    assert (found < whole).all()  # merged tokens are a bound
     assert (found > 0.95 * whole).all()
     sure = log_probabilities(torch.eye(9, 50) * 90)
     assert LikelyTokens.of(sure).kl(sure).abs().max() < 1e-6  # nothing is left for the others
@@ -216,51 +187,23 @@ def test_batches_and_pieces_do_not_matter(
     assert 0.7 * expected < make_loss(family, 3, prefill).of(FULL) < expected
 
 
-def test_one_more_head(family: str) -> None:
+def test_layers_below_the_first_other_head_do_not_compute_again(family: str) -> None:
     loss = make_loss(family, rows=2)
-    expected = [loss.of(without(head)) for head in FULL_HEADS]
-    assert len({round(value, 5) for value in expected}) == len(FULL_HEADS) > 4
-    before = loss.passes
-    assert loss.without_each(FULL, FULL_HEADS) == pytest.approx(expected, rel=1e-5)
-    assert loss.passes - before == pytest.approx(1 + sum(1 - layer / 3 for layer, _ in FULL_HEADS))
-    again = loss.without_each(FULL, FULL_HEADS[::-1])
-    assert again == pytest.approx(expected[::-1], rel=1e-5)
-    with pytest.raises(IndexError):
-        loss.without_each(FULL, [(2, 0), (2, 9)])
-    # all layers compute again
-    assert loss.of(FULL) == pytest.approx(make_loss(family).of(FULL), rel=1e-4)
-
-
-def test_layers_below_a_head_that_goes_next_do_not_compute_again(family: str) -> None:
-    loss, calls = make_loss(family, rows=2), list[int]()
+    calls: list[int] = []
     for number, layer in enumerate(loss.decoder.layers):
         layer.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))
-    first = loss.without_each(FULL, FULL_HEADS)
-    lowest = FULL_HEADS[first.index(min(first))]
-    full = without(lowest)
-    rest = [head for head in FULL_HEADS if head != lowest]
-    for head in (*rest[-2:], rest[0]):
+    # one more head, the same again, another of a later and of an earlier layer, and all at once
+    late = without(FULL_HEADS[-1])
+    masks = [FULL, late, late, without(FULL_HEADS[0], late), without(FULL_HEADS[0]), ~FULL]
+    firsts = [0, FULL_HEADS[-1][0], 3, FULL_HEADS[0][0], FULL_HEADS[-1][0], 0]
+    assert firsts[1] > firsts[3]
+    for mask, first in zip(masks, firsts, strict=True):
         calls.clear()
         before = loss.passes
-        found = loss.without_each(full, [head])
-        assert loss.passes - before == pytest.approx(1 - head[0] / 3)
-        assert sorted(calls) == sorted(2 * list(range(head[0], 3)))  # two batches
-        assert found == pytest.approx([make_loss(family, rows=2).of(without(head, full))], rel=1e-5)
-
-
-def test_what_was_measured_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for _ in range(2):
-        with open_store(tmp_path / "measured.jsonl", {}, KEY) as store:
-            loss = make_loss(rows=2, store=store)
-            losses = [loss.of(FULL), *loss.without_each(FULL, FULL_HEADS)]
-            found.append((losses, loss.passes, round(loss.cpu_seconds, 1)))
-        for name in ("_measure", "_below"):  # not even the layers below a head
-            monkeypatch.setattr(TraceLoss, name, None)
-    assert found[0] == found[1]
-    assert len(store.rows) == 2 * (1 + len(FULL_HEADS))
+        found = loss.of(mask)
+        assert loss.passes - before == pytest.approx(1 - first / 3)
+        assert sorted(calls) == sorted(2 * list(range(first, 3)))  # two batches
+        assert found == pytest.approx(make_loss(family, rows=2).of(mask), rel=1e-5)
 
 
 # --- the choice between orders
@@ -301,18 +244,12 @@ def test_the_mean_is_kept_unless_another_is_clearly_better(
 
 @pytest.mark.parametrize("name", ["measured", "mean", "distilled"])
 def test_each_order_can_be_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: dict[str, Tensor] = {}
-
-    def choose(losses: dict[str, Tensor]) -> str:
-        compared.update(losses)
-        return name
-
-    monkeypatch.setattr(elimination, "best", choose)
+    monkeypatch.setattr(elimination, "best", lambda losses: name)
     model, distilled, measured = make_tiny_model("llama"), random_gates(0), random_gates(1)
     traces = random_traces(3)
     first, second = compression_order(distilled), compression_order(measured)
     orders = {"measured": second, "mean": mean_order(first, second), "distilled": first}
-    chosen = choose_order(model, traces, distilled, measured, SPAN, "full")
+    chosen = choose_order(model, traces, distilled, measured, *SPAN, "full")
     assert chosen.training["order"] == name
     assert compression_order(chosen) == orders[name]
     assert chosen.alpha.flatten().sort().values.equal(measured.alpha.flatten().sort().values)
@@ -321,7 +258,6 @@ def test_each_order_can_be_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     loss, total = TraceLoss(gated, traces, 1), 0.0
     for gone in (5, 7):  # of 12 heads, at a third and two thirds of the span
         total += loss.of(HeadAllocation.from_order(orders[name], 3, 4, gone / 12).full)
-    assert compared[name].mean().item() == pytest.approx(total / 2, rel=1e-5)
     assert chosen.training["order_losses"][name] == pytest.approx(total / 2, rel=1e-5)
 
 
@@ -373,8 +309,7 @@ def distilled_run(
 
 def test_a_run_exports_an_order(measured_run: tuple[Path, HeadGates]) -> None:
     folder, gates = measured_run
-    for name in ("gates.pt", "gates.safetensors", "adapter"):
-        assert HeadGates.load(folder / name) == gates
+    assert HeadGates.load(folder / "gates.pt") == gates
     assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
     assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)
     order, records = compression_order(gates), read_log(folder / "log.jsonl")
@@ -382,16 +317,9 @@ def test_a_run_exports_an_order(measured_run: tuple[Path, HeadGates]) -> None:
     assert order.index((1, 1)) > 12  # which the built-in model always needs
     last = torch.tensor(read_log(folder / "gates.jsonl")[-1]["alpha"])
     assert torch.equal(last == 1, HeadAllocation.from_gates(gates, 0.25).full)
-    assert records[-1]["traces/kept"] > 0.99
     told = gates.training
-    assert (told["method"], told["finder"]) == ("elimination", "elimination")
-    assert (told["high"], told["traces"]) == (0.25, 6)
     assert told["passes"] == records[-1]["passes"] <= 48
-    seconds = sum(record["time/step_cpu_s"] for record in records)
-    assert seconds == pytest.approx(told["cpu_seconds"], rel=0.2)
     assert "curriculum" not in told
-    figures = {"heat_map.png", "histogram.png", "training_curves.png"}
-    assert {path.name for path in folder.glob("*.png")} == figures
 
 
 def test_a_stopped_or_finished_run_goes_on_from_what_it_measured(
@@ -436,7 +364,6 @@ def test_distillation_orders_the_first_heads(
     assert order[:10] == compression_order(distilled)[:10]
     records = read_log(folder / "log.jsonl")
     assert [(record["layer"], record["head"]) for record in records] == order[10:13]
-    assert gates.alpha.flatten().sort().values.equal(torch.linspace(0, 1, 24))
     assert order.index((1, 1)) > 12
     steps = read_log(folder / "distilled" / "log.jsonl")
     assert len(steps) == 8
@@ -444,9 +371,6 @@ def test_distillation_orders_the_first_heads(
     # all solutions in each step
     answers = sum(len(text.answers) for text in recorded(curriculum))
     assert {record["tokens/answers"] for record in steps} == {answers}
-    noted = json.loads((folder / "distilled" / "run_config.json").read_text())
-    assert (noted["prefill"], noted["forward_rows"], noted["loss"]) == ("local", 1, "kl")
-    assert (noted["sink"], noted["window"]) == (4, 16)
     told = gates.training
     assert (told["low"], told["high"], told["elimination_distillation"]) == (0.4, 0.55, 8)
     seconds = sum(record["time/step_cpu_s"] for record in steps)
@@ -455,57 +379,19 @@ def test_distillation_orders_the_first_heads(
     assert total == pytest.approx(told["cpu_seconds"] + seconds, rel=0.2)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_in_either_part_ends_the_same(
-    curriculum: Path,
-    distilled_run: tuple[Path, HeadGates],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parts = {
-        "rlkv.training.distillation.Distiller.train_step": 7,
-        "rlkv.training.elimination.TraceLoss._measure": 5,
-    }
-    for name, calls in parts.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(name, dies_at(name, calls))
-            with pytest.raises(KeyboardInterrupt):
-                run(tmp_path / "run", curriculum, **DISTILLED)
-    assert run(tmp_path / "run", curriculum, **DISTILLED).alpha.equal(distilled_run[1].alpha)
-
-
-def dies_at(name: str, calls: int) -> Any:
-    """Return the function of this name until its call number ``calls``."""
-    function, done = pkgutil.resolve_name(name), []
-
-    def counted(*args: Any) -> Any:
-        done.append(None)
-        if len(done) == calls:
-            raise KeyboardInterrupt
-        return function(*args)
-
-    return counted
-
-
 def test_other_solutions_say_which_order_is_kept(
     curriculum: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[list[MarkedText]] = []
-    choose = elimination.choose_order
-
-    def listen(model: Any, traces: list[MarkedText], *others: Any) -> HeadGates:
-        asked.append(traces)
-        return choose(model, traces, *others)
-
-    monkeypatch.setattr(elimination, "choose_order", listen)
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     model, tokenizer = tiny.load()
     options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": "true"}
+    options["wandb"] = "offline"
     told = run(tmp_path / "run", curriculum, model, tokenizer, **options, l1_beta=0.3).training
     measured, others = draw_traces(recorded(curriculum), 2, seed=0)
-    assert asked == [others]
     assert len({text.ids for text in [*measured, *others]}) == 6
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
     parts = [told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]]
@@ -516,33 +402,13 @@ def test_other_solutions_say_which_order_is_kept(
     # activations were recomputed in the distillation alone
     noted = json.loads((tmp_path / "run" / "distilled" / "run_config.json").read_text())
     assert noted["gradient_checkpointing"] is True
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert not model.training
     assert not model.is_gradient_checkpointing
     unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0]
     assert "l1_beta" in unread
     assert "max_steps" in unread  # of configs/tiny.yaml
     assert "elimination" not in unread
-
-
-def test_wandb_gets_the_heads_that_go(
-    curriculum: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logged: list[dict[str, float]] = []
-    begin = WandbLog.start
-
-    def listen(log: WandbLog, name: str | None) -> None:
-        begin(log, name)
-        write = log.run.log
-        monkeypatch.setattr(log.run, "log", lambda record: logged.append(record) or write(record))
-
-    monkeypatch.setattr(WandbLog, "start", listen)
-    run(tmp_path / "run", curriculum, wandb="offline", elimination_sparsity=0.1)
-    records = read_log(tmp_path / "run" / "log.jsonl")
-    kept = [record["traces/kept"] for record in records]
-    assert [record["elimination/traces_kept"] for record in logged] == kept
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
 def test_gates_are_the_start(curriculum: Path) -> None:
@@ -562,9 +428,7 @@ def test_gates_are_the_start(curriculum: Path) -> None:
     facts = result.training["reranked"]
     assert (facts["low"], facts["high"], facts["traces"]) == (0.92, 1.0, 6)
     assert facts["passes"] > 2
-    assert facts["cpu_seconds"] > 0
     assert result.training["method"] == "hand"
-    assert gates.training == {"method": "hand"}
     assert model.config._attn_implementation == implementation
     assert not any("rlkv_gate" in name for name, _ in model.named_modules())
     assert traces == draw_traces(texts, 6, seed=0)[0] != draw_traces(texts, 6, seed=1)[0]
@@ -600,8 +464,6 @@ def test_models_and_gates_that_do_not_fit_are_refused(
         run(tmp_path / "run", curriculum, sliding, tokenizer, **options)
     assert not any("rlkv_gate" in name for name, _ in sliding.named_modules())
     assert not (tmp_path / "run" / "distilled").exists()
-    with pytest.raises(ValueError, match="4 layers x 6"):
-        rerank_on_traces(make_tiny_model("llama"), [], HeadGates(torch.rand(4, 6)), 0.0, 0.5)
     arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu", "true"]
     with pytest.raises(ValueError, match="--curriculum"):
         eliminate_heads(*parse_config(arguments))

@@ -95,30 +95,17 @@ def test_policy_loss_clips_on_the_pessimistic_side(
 
 
 def test_importance_weights_above_the_cap_are_truncated_or_masked() -> None:
-    trainer = torch.log(torch.tensor([0.5, 0.2, 0.9]))
-    ratio = importance_ratio(trainer, torch.log(torch.tensor([0.25, 0.4, 0.1])))
-    assert ratio.tolist() == pytest.approx([2.0, 0.5, 9.0])
-    assert truncate(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 3.0])
-    assert mask_above(ratio, cap=3.0).tolist() == pytest.approx([2.0, 0.5, 0.0])
-    assert mask_above(torch.tensor([5.0]), cap=5.0).item() == 5.0
-
-
-def test_weighted_tokens_give_the_trained_distribution_its_expectation() -> None:
-    """Sampled from q, weighted by p / q: the gradient is on average the one of samples from p."""
-    logits_p = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
-    q, gain = torch.tensor([0.5, 0.2, 0.3]), torch.tensor([1.0, -2.0, 0.7])
-    logprobs = logits_p.log_softmax(-1)[:, None]  # a sample of each token
-    weight = importance_ratio(logprobs, q.log()[:, None])
-    one = torch.ones(3, 1)
-    given = (logprobs, logprobs.detach(), gain * q, one, 0.2, 1, one[:, 0])
-    found = torch.autograd.grad(policy_loss(*given, weight)[0], logits_p, retain_graph=True)[0]
-    expected = torch.autograd.grad(-(logits_p.softmax(-1) * gain).sum(), logits_p)[0]
-    assert (found - expected).abs().max() < 1e-6
+    ratio = torch.tensor([2.0, 0.5, 9.0, 3.0])
+    assert truncate(ratio, cap=3.0).tolist() == [2.0, 0.5, 3.0, 3.0]
+    assert mask_above(ratio, cap=3.0).tolist() == [2.0, 0.5, 0.0, 3.0]
 
 
 # --- recipes, against plain renderings that walk over every token in float64
 
-GROUP, SAMPLES, WIDTH, CLIP, BETA, TAU = 4, 16, 7, 0.4, 0.02, 0.5
+GROUP = 4
+SAMPLES = 16
+WIDTH = 7
+CLIP = 0.4
 
 
 class Step:
@@ -171,14 +158,14 @@ def test_the_papers_loss_is_a_mean_of_means() -> None:
     assert step.loss("paper").item() == pytest.approx(total, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_published_loss_is_the_mean_over_all_tokens_of_the_step(seed: int) -> None:
+def test_the_published_loss_is_the_mean_over_all_tokens_of_the_step() -> None:
     """Rewards are (r - 0.5) * 10, normalised over all tokens with std of N - 1 and 1e-5.
 
     A token counts p / q, or nothing where that is above 5; the sum is divided by the number of all
     tokens, the masked ones among them.
     """
-    step, flat = Step(seed), list[float]()
+    step = Step(0)
+    flat: list[float] = []
     for reward, length in zip(step.rewards, step.lengths, strict=True):
         flat += [(reward - 0.5) * 10] * length
     mean = sum(flat) / len(flat)
@@ -203,14 +190,12 @@ def test_the_published_loss_is_the_mean_over_all_tokens_of_the_step(seed: int) -
 
 def test_the_published_penalty_takes_the_mean_reward_of_the_batch() -> None:
     step = Step(1)
-    mean = sum(step.rewards) / SAMPLES
     groups = [sum(step.rewards[i : i + GROUP]) / GROUP for i in range(0, SAMPLES, GROUP)]
-    assert min(groups) <= TAU < mean < 1  # the paper penalises nothing of the least group
-    weights = adaptive_weight(step.targets("published").mean_reward, BETA, TAU)
-    assert weights.tolist() == pytest.approx([BETA * (math.exp(mean) - 1)] * SAMPLES, rel=1e-6)
-    weights = adaptive_weight(step.targets("paper").mean_reward, BETA, TAU)
-    expected = [BETA * (math.exp(mean) - 1) * (mean > TAU) for mean in groups]
-    assert weights.view(-1, GROUP)[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
+    expected = torch.tensor(groups, dtype=torch.float64)
+    assert step.targets("paper").mean_reward.view(-1, GROUP)[:, 0].equal(expected)
+    assert step.targets("published").mean_reward.tolist() == pytest.approx(
+        [expected.mean().item()] * 16
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

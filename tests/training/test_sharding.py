@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers.integrations import deepspeed
@@ -21,6 +22,7 @@ from rlkv.cli.app import CONFIGS
 from rlkv.gates.head_gates import HeadGates
 from rlkv.rollout.base import EngineFacts
 from rlkv.rollout.remote import RolloutServer
+from rlkv.training.run_folder import last_checkpoint
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run, warm
@@ -196,3 +198,41 @@ def outcome(folder: Path) -> tuple[Any, ...]:
         steps.append({key: value for key, value in record.items() if "time/" not in key})
     logged = read_log(folder / "gates.jsonl")
     return gates.alpha.tolist(), gates.mean_alpha.tolist(), logged, steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
+    """SIGTERM to one process, SIGTERM to the launcher, kill -9 of one process.
+
+    Each time the run is resumed.
+    """
+    folder = tmp_path / "run"
+
+    def launch(fault: str) -> tuple[int, str]:
+        command = ["-m", "tests.helpers.torchrun", fault, folder, "--save-steps", 4]
+        done = warm.run(command, ROOT, timeout=840, TOKENIZERS_PARALLELISM="false")
+        left = [
+            rank for rank in "01" if Path("/proc", (tmp_path / f"pid_{rank}").read_text()).exists()
+        ]
+        assert left == [], f"processes stay behind: {left}"
+        return done.returncode, done.stdout + done.stderr
+
+    def saved() -> str:
+        newest = last_checkpoint(folder)
+        return "nothing" if newest is None else newest.name
+
+    code, text = launch("SIGTERM:2:rank")
+    assert (code, saved()) == (0, "checkpoint-2"), text
+    assert text.count("stopped by SIGTERM after step 2") == 2  # both processes have ended with 0
+    code, text = launch("SIGTERM:3:launcher")
+    assert (code, saved()) == (1, "checkpoint-3"), (
+        text
+    )  # the launcher says so by a traceback of its own
+    assert text.count("stopped by SIGTERM after step 3") == 2
+    code, text = launch("SIGKILL:5:rank")
+    assert (code, saved()) == (1, "checkpoint-4"), text
+    code, text = launch("none")
+    assert code == 0, text
+    alone = random_run.run(tmp_path / "alone", ["--per-device-train-batch-size", "16"])
+    assert torch.allclose(HeadGates.load(folder / "gates.pt").alpha, alone.alpha, rtol=0, atol=1e-5)
