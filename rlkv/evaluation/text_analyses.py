@@ -255,7 +255,7 @@ def _length_cell(metrics: Metrics) -> str:
 def budget(study: Study, task: str, page: Page) -> Metrics:
     """Compare policies alone and under rankings at the same bytes (RLKV, figure 16)."""
     full = study.full(task)
-    savings = study.config.each("savings")
+    savings = study.config.levels("savings")
     outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in savings}
     methods: dict[str, Metrics] = {}
     for match in study.matches(task):

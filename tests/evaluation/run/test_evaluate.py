@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from rlkv.evaluation import sandbox
 from rlkv.evaluation.evaluate import (
     EvalConfig,
     named_gates,
-    number_for,
     parse_method,
     parse_methods,
 )
@@ -37,7 +33,6 @@ from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
-from tests.helpers.paths import ROOT
 from tests.helpers.plain_decoding import decode
 
 N = 12
@@ -216,20 +211,6 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
             settings(gates, other, **options)
 
 
-@pytest.mark.slow  # the error itself: tests/evaluation/tasks/test_registry.py
-def test_without_hub_and_file_the_process_ends_with_one_sentence(tmp_path: Path) -> None:
-    options = ["--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
-    command = [sys.executable, str(ROOT / "inference" / "evaluate.py"), *options]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # read when `datasets` is imported
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    start = "error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub"
-    assert line.startswith(start)
-    assert line.endswith("or a folder that holds mmlu_pro.jsonl")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -387,10 +368,3 @@ def test_the_command_line_comes_before_the_config_and_the_config_before_the_pres
     file.write_text("method: full\n")
     with pytest.raises(ValueError, match=r"mine.yaml.* method:"):
         config("--config", str(file))
-
-
-def test_a_task_takes_its_own_number_before_that_of_all() -> None:
-    values = ("livecodebench:medium=3", "4")
-    assert number_for("livecodebench:medium", values, "--n") == 3
-    assert number_for("livecodebench", values, "--n") == 4
-    assert number_for("tiny", ("aime24=3",), "--n") is None
