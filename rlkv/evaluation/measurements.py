@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
@@ -316,14 +316,6 @@ class Measurements:
         found = [self.outcome(condition) for condition in conditions]
         return found if conditions[0].part is None else [join(found)]
 
-    def text_lengths(self, task: str, outcome: Outcome) -> list[tuple[int, int]]:
-        """Return the (prompt, all) tokens that the cache holds when each text ends."""
-        found = []
-        for problem, ids in zip(self.tasks[task].problems, outcome.tokens, strict=True):
-            prompt = len(problem.prompt_ids)
-            found.append((prompt, prompt + len(ids) - 1))  # the last token is never fed
-        return found
-
     def describe(self) -> list[dict[str, Any]]:
         """Return every condition that was measured, for ``results.json``."""
         found = []
@@ -400,13 +392,11 @@ def group_by_name(
     return files
 
 
-def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
-    """Return a ranking per name with an order per gates file, which must be for this model."""
+def gates_rankings(files: dict[str, list[str]]) -> list[Ranking]:
+    """Return a ranking per name with an order per gates file."""
     found = []
     for name, paths in files.items():
         gates = tuple(HeadGates.load(path) for path in paths)
-        for each in gates:
-            each.check_model(config)
         orders = tuple(tuple(compression_order(each)) for each in gates)
         shape = (gates[0].num_layers, gates[0].num_kv_heads)
         found.append(Ranking(name, shape, orders, gates, tuple(paths)))

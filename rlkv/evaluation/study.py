@@ -35,7 +35,6 @@ from rlkv.evaluation.measurements import (
     reference_rankings,
 )
 from rlkv.evaluation.runner import RunSettings, render_problems
-from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -247,8 +246,13 @@ class Study:
         return self.measurements.outcome(self.full_condition(task))
 
     def full_lengths(self, task: str) -> list[tuple[int, int]]:
-        """Return (prompt, all) cached tokens of the texts of the full cache."""
-        return self.measurements.text_lengths(task, self.full(task))
+        """Return the (prompt, all) tokens that the full cache holds when each text ends."""
+        found = []
+        problems = self.measurements.tasks[task].problems
+        for problem, ids in zip(problems, self.full(task).tokens, strict=True):
+            prompt = len(problem.prompt_ids)
+            found.append((prompt, prompt + len(ids) - 1))  # the last token is never fed
+        return found
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """Return an outcome per seed; random draws have one together."""
@@ -281,18 +285,21 @@ def load_study(config: StudyConfig) -> Study:
             f"--published {config.published!r}: nothing is known to be published for a model of "
             "this name"
         )
-    find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
-    model, tokenizer = config.load()
-    shape = ModelShape.from_config(model.config)
-    truth = None if config.oracle is None else read_truth(config.oracle, shape)
-    methods = gates_rankings(config.gates_files, model.config)
-    ablations = gates_rankings(config.ablation_files, model.config)
-    cache = config.cache_settings({"first": methods[0].gates[0]})
+    methods = gates_rankings(config.gates_files)
+    ablations = gates_rankings(config.ablation_files)
+    every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
+    cache = config.cache_settings({"first": every_gates[0]})
     if config.extra is None:
         config = replace(config, extra=default_extra(config, cache))
-    template = config.chosen_template(chain(*(each.gates for each in (*methods, *ablations))))
+    policies = policy_templates(config, cache.sink)
+    loaded = config.problems(config.chosen_template(every_gates))
+    model, tokenizer = config.load()
+    for gates in every_gates:
+        gates.check_model(model.config)
+    shape = ModelShape.from_config(model.config)
+    truth = None if config.oracle is None else read_truth(config.oracle, shape)
     tasks = []
-    for task, problems in config.problems(template):
+    for task, problems in loaded:
         sampling = SamplingParams(config.token_limit(task))
         settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
         rendered = render_problems(task, problems, tokenizer)
@@ -303,7 +310,7 @@ def load_study(config: StudyConfig) -> Study:
         measurements=Measurements(model, tokenizer, tasks, config.output_dir / "rows"),
         entry_size=EntrySize.of(model),
         config=config,
-        policies=policy_templates(config, cache.sink),
+        policies=policies,
         top_heads=top_heads(config.top_heads, shape.num_layers * shape.num_kv_heads),
         truth=truth,
         published=published,

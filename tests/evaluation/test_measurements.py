@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation import measurements as module
 from rlkv.evaluation.measurements import (
@@ -120,11 +119,10 @@ def test_files_of_one_name_are_seeds(tmp_path: Path) -> None:
             group_by_name([text], "--gates")
     with pytest.raises(ValueError, match=r"--ablation.*'a'"):
         group_by_name(["a=1.pt"], "--ablation", ["a"])
-    HeadGates(torch.rand(4, 6)).save(tmp_path / "fits.pt")
-    HeadGates(torch.rand(2, 3)).save(tmp_path / "other.pt")
-    files = {"a": [str(tmp_path / "fits.pt"), str(tmp_path / "other.pt")]}
-    with pytest.raises(ValueError, match=r"other.pt.*2 layers x 3 KV heads"):
-        gates_rankings(files, tiny.load()[0].config)
+    HeadGates(torch.tensor([[0.1, 0.0]])).save(tmp_path / "1.pt")
+    HeadGates(torch.tensor([[0.0, 0.1]])).save(tmp_path / "3.pt")
+    (made,) = gates_rankings({"a": [str(tmp_path / "1.pt"), str(tmp_path / "3.pt")]})
+    assert made.orders == (((0, 1), (0, 0)), ((0, 0), (0, 1)))
 
 
 def truth_file(folder: Path, order: list[tuple[int, int]], lost: object) -> Path:
@@ -139,7 +137,7 @@ def truth_file(folder: Path, order: list[tuple[int, int]], lost: object) -> Path
     [
         (ORDER[:5], LOST, "each head of a model with 2 layers x 3 KV heads once"),
         ([*ORDER[:5], (2, 0)], LOST, "each head of a model"),
-        (ORDER, None, "not a ground-truth file"),
+        (ORDER, None, "what accuracy"),
         (ORDER, [[0.1, 0.2], [0.3, 0.4]], "what accuracy"),
         (ORDER, [1, [2]], "not a ground-truth file"),
     ],

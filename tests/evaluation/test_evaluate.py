@@ -30,7 +30,6 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
-from rlkv.utils.progress import ProgressBar
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 from tests.helpers.plain_decoding import decode
@@ -117,31 +116,6 @@ def test_every_problem_has_one_text_and_one_verdict(
     assert correct == [row["correct"] for row in rows]
     assert [each.token_ids for each in completions] == [row["token_ids"] for row in rows]
     assert 0 < sum(correct) < N, "a test of verdicts needs both"
-
-
-def test_progress_after_a_stop_starts_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path)
-    file = rows_file(tmp_path)
-    before = [json.loads(line) for line in file.read_text().splitlines()]
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:3]) + lines[3][:30])  # as a kill would leave it
-    shown: list[tuple[Any, ...]] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressBar, "resume", lambda self, done: shown.append(("resumed", done)))
-        patch.setattr(
-            ProgressBar, "update", lambda self, done, total, note: shown.append((done, total, note))
-        )
-        accuracy = run(tmp_path)["results"][0]["accuracy"]
-    right = sum(row["correct"] for row in before[:3])
-    assert shown[:2] == [("resumed", 3), (3, 6, f"accuracy {right / 3:.3f}")]
-    assert shown[-1] == (6, 6, f"accuracy {accuracy:.3f}")
-    again = {row["key"]: row["text"] for row in map(json.loads, file.read_text().splitlines())}
-    assert again == {row["key"]: row["text"] for row in before}
-    run(tmp_path, "--batch-size", "3")  # less memory, the same rows
-    with pytest.raises(ValueError, match=r"max_new_tokens.*50.*40"):
-        run(tmp_path, "--max-new-tokens", "40")
 
 
 def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:

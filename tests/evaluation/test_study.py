@@ -20,6 +20,7 @@ from rlkv.evaluation.study import (
     top_heads,
 )
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
+from rlkv.gates.head_gates import HeadGates
 from tests.helpers.study_program import run, write_inputs
 
 SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)
@@ -53,6 +54,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--gates x.pt", "--gates 'x.pt'"),
         ("--gates", "--gates needs"),
         ("--gates x=absent.pt", "absent.pt"),
+        ("--gates x=2x3.pt", "2 layers x 3 KV heads"),
         ("--ablation mine=x.pt", "--ablation: the name 'mine'"),
         ("--policies rkv best", "eviction policy 'best'"),
         ("--published tiny", "--published 'tiny'"),
@@ -64,8 +66,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: str, message: str) -> None:
+    HeadGates(torch.rand(2, 3)).save(tmp_path / "2x3.pt")
     with pytest.raises(ValueError, match=re.escape(message)):
-        run(inputs, tmp_path / "out", *more.split())
+        run(inputs, tmp_path / "out", *more.replace("2x3", f"{tmp_path}/2x3").split())
     assert not (tmp_path / "out").exists()
 
 
