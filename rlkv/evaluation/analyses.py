@@ -7,6 +7,7 @@ returns the same numbers for ``results.json``.  How to read the tables: docs/eva
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -583,14 +584,7 @@ def _write_origin(page: Page, content: dict[str, Any]) -> None:
     seconds = [f"{what}: {number:.0f} s" for what, number in content["seconds"].items()]
     page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}."])
     options = {**content["config"], **content["resolved"]}
-    page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()])
-    rows = [[name, _value(seeds[0]) or "unknown"] for name, seeds in content["training"].items()]
+    rows = [[name, json.dumps(value, default=str)] for name, value in options.items()]
+    page.table(["option", "value"], rows)
+    rows = [[name, json.dumps(seeds[0])] for name, seeds in content["training"].items()]
     page.table(["gates", "training"], rows, "How the heads were found (first seeds).")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {_value(of)}" for name, of in value.items() if of is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
