@@ -7,8 +7,9 @@ returns the same numbers for ``results.json``.  How to read the tables: docs/eva
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, product
 from pathlib import Path
@@ -69,20 +70,22 @@ COST_FIELDS = {
 def sweep(study: Study, task: str, page: Page) -> Metrics:
     """Measure accuracy under every ranking at every sparsity (RLKV, figure 5, tables 4 to 6)."""
     full = study.full(task)
-    sizes = {}
-    for size in study.config.parsed_sizes:
-        sizes[f"{study.first.name}, {size}"] = [
-            _with_sizes(study, task, size, sparsity) for sparsity in study.sparsities
-        ]
-    numbers = {
+    numbers: Metrics = {
         "full": accuracy_of([full]),
         "methods": study.sweep(task, accuracy_of),
-        "sizes": sizes,
+        "sizes": {},
     }
+    for size in study.config.parsed_sizes:
+        numbers["sizes"][f"{study.first.name}, {size}"] = [
+            _with_sizes(study, task, size, sparsity) for sparsity in study.sparsities
+        ]
     write_sweep_table(study, task, page, numbers)
-    curves = curves_of(study.sparsities, {**numbers["methods"], **sizes})
-    title = f"{task}: accuracy, 95% intervals"
-    panel = Panel(title, SPARSITY, curves, reference=numbers["full"]["mean"])
+    panel = Panel(
+        f"{task}: accuracy, 95% intervals",
+        SPARSITY,
+        curves_of(study.sparsities, {**numbers["methods"], **numbers["sizes"]}),
+        reference=numbers["full"]["mean"],
+    )
     path = plot_curves(study.plot_file("sweep", task), panel)
     page.picture(path, f"{task}: greedy accuracy against sparsity, 95% intervals.")
     if study.published:
@@ -106,11 +109,10 @@ def _with_sizes(study: Study, task: str, sizes: Sizes, sparsity: float) -> Metri
 def write_sweep_table(study: Study, task: str, page: Page, numbers: Metrics) -> None:
     """Add methods down, sparsities across, sizes below them, and what finding the heads took."""
     full = accuracy_cell(numbers["full"])
-    costs = sweep_settings(study)["costs"]
     rows = []
-    for name, accuracies in numbers["methods"].items():
-        cost = cost_text(costs.get(name, {"steps": []}))
-        rows.append([name, full, *map(accuracy_cell, accuracies), cost])
+    for ranking in study.rankings:
+        accuracies = map(accuracy_cell, numbers["methods"][ranking.name])
+        rows.append([ranking.name, full, *accuracies, cost_text(cost_metrics(ranking))])
     held = []
     for column in zip(*numbers["methods"].values(), strict=True):
         shares = [of["kv_share"] for of in column]
@@ -340,10 +342,11 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
             against = "" if variant is first else f"{difference_cell(test)}; {reason}"
             cells += [accuracy_cell(compared["first"]), against]
             numbers[variant.name].append(compared)
-        rows.append([variant.name, *cells])
+        rows.append([variant.name, *cells, cost_text(cost_metrics(variant))])
     columns = ["variant"]
     for level in levels(sparsities):
         columns += [f"{level}: accuracy", f"minus {first.name}"]
+    columns.append("seconds to find")
     caption = f"{task}: greedy accuracy and the paired difference to {first.name}; {INTERVALS}."
     page.table(columns, rows, caption)
     accuracies = {name: [of["first"] for of in compared] for name, compared in numbers.items()}
@@ -387,19 +390,7 @@ def cost_text(metrics: Metrics) -> str:
     return " + ".join(parts)
 
 
-def write_costs(page: Page, costs: dict[str, Metrics]) -> None:
-    page.heading("What finding the heads took", level=3)
-    rows = [[name, str(of["seeds"]), cost_text(of) or "unknown"] for name, of in costs.items()]
-    caption = "Seconds of all optimizer steps, mean over seeds; CPU: of the process, wall: clock."
-    page.table(["method", "seeds", "seconds"], rows, caption)
-
-
 # --- what an analysis needs, and what its tasks have in common
-
-
-def sweep_settings(study: Study) -> Metrics:
-    costs = {of.name: cost_metrics(of) for of in study.rankings if of.files}
-    return {"published": study.published, "costs": costs}
 
 
 def settings(study: Study, analysis: str) -> Metrics:
@@ -408,11 +399,11 @@ def settings(study: Study, analysis: str) -> Metrics:
     first = study.first
     found: Metrics = {"first": first.name}
     if analysis in ("sweep", "threshold", "sensitivity", "modes", "lengths"):
-        found = {"sparsities": list(study.sparsities), **found}
+        found["sparsities"] = list(study.sparsities)
+    if analysis in ("sweep", "comparison"):
+        found["costs"] = {of.name: cost_metrics(of) for of in study.rankings if of.files}
     if analysis == "sweep":
-        found |= sweep_settings(study)
-    elif analysis == "comparison":
-        found["costs"] = sweep_settings(study)["costs"]
+        found["published"] = study.published
     elif analysis == "threshold":
         found["margin"] = config.margin
     elif analysis == "sensitivity":
@@ -421,7 +412,8 @@ def settings(study: Study, analysis: str) -> Metrics:
     elif analysis == "modes":
         found["rule"] = asdict(config.rule)
     elif analysis == "budget":
-        found |= {"savings": config.each("savings"), "policies": list(config.policies)}
+        found["savings"] = list(config.levels("savings"))
+        found["policies"] = list(config.policies)
         for name in ("head_share", "buffer", "observation", "extra"):
             found[name] = getattr(config, name)
     elif analysis == "ablations":
@@ -435,13 +427,13 @@ def conditions(study: Study, analyses: Sequence[str]) -> Iterator[tuple[str, Con
     config = study.config
     swept = config.levels("sparsities")
     if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
-        yield from study.conditions(study.rankings, swept)
+        yield from _at_sparsities(study, study.rankings, swept)
     if "sweep" in analyses:
         for sparsity, sizes, task in product(swept, config.parsed_sizes, study.tasks):
             for condition in study.sized(task, sizes, sparsity):
                 yield f"{study.first.name}, {sizes} @ {sparsity:g}", condition
     if "comparison" in analyses:
-        yield from study.conditions(study.rankings, config.levels("compare_at"))
+        yield from _at_sparsities(study, study.rankings, config.levels("compare_at"))
     if "sensitivity" in analyses:
         for ranking, task, heads in product(study.rankings, study.tasks, study.top_heads):
             for condition in study.seeds(task, ranking, ranking.without_top(heads)):
@@ -451,7 +443,16 @@ def conditions(study: Study, analyses: Sequence[str]) -> Iterator[tuple[str, Con
             for condition in match.conditions:
                 yield f"{match.method}, {match.saved:.0%} saved", condition
     if "ablations" in analyses:
-        yield from study.conditions(study.variants, config.levels("ablate_at"))
+        yield from _at_sparsities(study, study.variants, config.levels("ablate_at"))
+
+
+def _at_sparsities(
+    study: Study, rankings: Iterable[Ranking], sparsities: Iterable[float]
+) -> Iterator[tuple[str, Condition]]:
+    """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
+    for sparsity, ranking, task in product(sparsities, rankings, study.tasks):
+        for condition in study.seeds(task, ranking, ranking.allocations(sparsity)):
+            yield f"{ranking.name} @ {sparsity:g}", condition
 
 
 # titles by name, in the order of the report
@@ -508,55 +509,55 @@ def run_study(config: StudyConfig) -> None:
     full = [(FULL_CACHE, study.full_condition(task)) for task in study.tasks]
     study.measurements.measure(FULL_CACHE, full)
     study.measurements.measure("conditions", conditions(study, analyses))
+    measured = study.measurements.describe()
     if config.measure_only:
-        content = {"conditions": study.measurements.describe(), **provenance()}
-        write_json(folder / "measured.json", content)
+        write_json(folder / "measured.json", {"conditions": measured, **provenance()})
         return
-    shape = ModelShape.from_config(study.measurements.model.config)
-    page = Page(f"Study of KV heads: {shape.model_id}")
-    table = Page(f"Study of KV heads: {shape.model_id}")
-    metrics = analyse(study, analyses, page)
-    content = results(study, metrics, time.monotonic() - started)
+    title = f"Study of KV heads: {ModelShape.from_config(study.measurements.model.config).model_id}"
+    page = Page(title)
+    metrics: dict[str, Metrics] = {}
+    for name in analyses:
+        page.heading(ANALYSES[name])
+        if name == "gates":
+            metrics[name] = gates(study, page)
+        else:
+            by_task = {task: BY_TASK[name](study, task, page) for task in study.tasks}
+            metrics[name] = {**settings(study, name), "tasks": by_task}
+    content = {
+        **origin_of(study),
+        **provenance(),
+        "seconds": {
+            "this run, wall": round(time.monotonic() - started, 1),
+            "decoding of all conditions, wall": round(sum(of["seconds"] for of in measured), 1),
+        },
+        "analyses": metrics,
+        "conditions": measured,
+    }
     write_json(folder / "results.json", content)
     _write_origin(page, content)
     page.write_report(folder)
     if "sweep" in metrics:
+        table = Page(title)
         for task, numbers in metrics["sweep"]["tasks"].items():
             write_sweep_table(study, task, table, numbers)
         table.bullets(provenance_facts(content))
         table.write(folder / "table.md")
 
 
-def analyse(study: Study, analyses: Sequence[str], page: Page) -> dict[str, Metrics]:
-    """Add all analyses to the page, and return their numbers."""
-    metrics = {}
-    for name in analyses:
-        page.heading(ANALYSES[name])
-        if name == "gates":
-            metrics[name] = gates(study, page)
-            continue
-        found = settings(study, name)
-        found["tasks"] = {task: BY_TASK[name](study, task, page) for task in study.tasks}
-        if name in ("comparison", "ablations"):
-            write_costs(page, found["costs"])
-        metrics[name] = found
-    return metrics
-
-
-def results(study: Study, metrics: dict[str, Metrics], seconds: float) -> dict[str, Any]:
-    """Return the content of ``results.json``; ``seconds``: wall-clock time of this run."""
+def origin_of(study: Study) -> dict[str, Any]:
+    """Return the options, what was chosen for their defaults, and how the heads were found."""
     measurements = study.measurements
-    measured = measurements.describe()
     tasks = list(measurements.tasks.values())
     cache = tasks[0].settings.cache
     full_cache = {}
     for task in study.tasks:
         correct = study.full(task).correct
-        full_cache[task] = {"accuracy": float(correct.mean()), "n": int(correct.size)}
-    training = {}
+        full_cache[task] = {"accuracy": float(correct.mean()), "n": correct.size}
+    training: dict[str, list[Metrics]] = {}
     for ranking in (*study.rankings, *study.ablations):
-        if ranking.gates:
-            training[ranking.name] = [_scalars(own.training) for own in ranking.gates]
+        for own in ranking.gates:
+            scalars = {k: v for k, v in own.training.items() if not isinstance(v, list | dict)}
+            training.setdefault(ranking.name, []).append(scalars)
     return {
         "config": asdict(study.config),
         "resolved": {
@@ -571,20 +572,9 @@ def results(study: Study, metrics: dict[str, Metrics], seconds: float) -> dict[s
             "dtype": str(measurements.model.dtype),
             "device": str(measurements.model.device),
         },
-        **provenance(),
-        "seconds": {
-            "this run, wall": round(seconds, 1),
-            "decoding of all conditions, wall": round(sum(of["seconds"] for of in measured), 1),
-        },
         "full_cache": full_cache,
         "training": training,
-        "analyses": metrics,
-        "conditions": measured,
     }
-
-
-def _scalars(content: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if not isinstance(value, list | dict)}
 
 
 def _write_origin(page: Page, content: dict[str, Any]) -> None:
@@ -594,24 +584,7 @@ def _write_origin(page: Page, content: dict[str, Any]) -> None:
     seconds = [f"{what}: {number:.0f} s" for what, number in content["seconds"].items()]
     page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}."])
     options = {**content["config"], **content["resolved"]}
-    page.table(["option", "value"], [[name, _value(value)] for name, value in options.items()])
-    base: dict[str, Any] = {}
-    rows = []
-    for name, seeds in content["training"].items():
-        own = seeds[0]
-        # of a method that was trained like the first one, what differs
-        is_like_first = bool(own) and own.get("method") == base.get("method")
-        shown = {key: value for key, value in own.items() if base.get(key) != value}
-        text = _value(shown if is_like_first else own)
-        rows.append([name, text or ("as the first" if is_like_first else "unknown")])
-        base = base or own
-    caption = "How the heads were found (first seeds); of methods like the first one, what differs."
-    page.table(["gates", "training"], rows, caption)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {_value(of)}" for name, of in value.items() if of is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+    rows = [[name, json.dumps(value, default=str)] for name, value in options.items()]
+    page.table(["option", "value"], rows)
+    rows = [[name, json.dumps(seeds[0])] for name, seeds in content["training"].items()]
+    page.table(["gates", "training"], rows, "How the heads were found (first seeds).")

@@ -29,7 +29,6 @@ from rlkv.evaluation.metrics import (
     sentence_redundancy,
     sign_test,
     smallest_provable_difference,
-    strict_scores,
 )
 from rlkv.evaluation.report import FULL_CACHE, LEVEL, Metrics, Page, levels, mark, provenance_facts
 from rlkv.utils.files import write_json
@@ -80,7 +79,7 @@ def summarize(
         "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
         "smallest_provable_difference": smallest_provable_difference(len(problems)),
         "pass_at_k": pass_at(verdicts),
-        "strict": _interval(mean_with_interval(strict_scores(verdicts))),
+        "strict": _interval(mean_with_interval([float(all(own)) for own in verdicts])),
         **_terminated(problems),
         **_cost(rows),
         **_texts(rows),
@@ -148,15 +147,15 @@ def _cost(rows: list[Row]) -> Metrics:
 def _tests(reference: Floats, scores: Floats) -> Metrics:
     """Compare the scores of the same problems."""
     found = paired_difference(reference, scores)
-    signs = sign_test(reference, scores)
+    better, worse, sign_p_value = sign_test(reference, scores)
     return {
         "difference": found.difference,
         "difference_low": found.low,
         "difference_high": found.high,
         "p_value": found.p_value,
-        "problems_better": signs.better,
-        "problems_worse": signs.worse,
-        "sign_p_value": signs.p_value,
+        "problems_better": better,
+        "problems_worse": worse,
+        "sign_p_value": sign_p_value,
     }
 
 

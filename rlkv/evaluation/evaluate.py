@@ -331,23 +331,27 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     cache = config.cache_settings(rankings)
     template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
+    processes = join_processes(config.device)  # before the model, which takes long to load
     settings = {}
     for task, _ in loaded:
         settings[task.name] = RunSettings(
             cache,
             config.sampling_params(config.token_limit(task)),
-            config.samples_of(task),
-            config.batch_size,
-            config.rule,
+            num_samples=config.samples_of(task),
+            batch_size=config.batch_size,
+            rule=config.rule,
+            rank=processes.rank,
+            ranks=processes.count,
             stop_repetitive=config.stop_repetitive,
         )
-    processes = join_processes(config.device)  # before the model, which takes long to load
     model, tokenizer = replace(config, device=processes.device).load()
     allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
+    folders = {}
     for task, found in loaded:
         problems = render_problems(task, found, tokenizer)
         for method, allocation in zip(methods, allocations, strict=True):
-            folder = rows_folder(config, task, method)
+            folder = config.output_dir / task.name.replace(":", "_") / method.name
+            folders[task.name, method.name] = folder
             title = f"{task.name} {method.name}"
             if processes.count > 1:
                 title += f" (process 0 of {processes.count})"
@@ -357,26 +361,19 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
                     tokenizer,
                     problems,
                     allocation,
-                    replace(
-                        settings[task.name],
-                        cache=cache.with_policy(method.policy),
-                        rank=processes.rank,
-                        ranks=processes.count,
-                    ),
+                    replace(settings[task.name], cache=cache.with_policy(method.policy)),
                     shard_file(folder, ROWS, processes.rank, processes.count),
-                    facts={},
-                    on_rows=partial(_show, bar),
+                    partial(_show, bar),
                 )
     processes.wait_for_all()
     if processes.rank > 0:
         return None
     rows = {}
-    for task, found in loaded:
-        samples = range(settings[task.name].num_samples)
-        for method in methods:
-            rows[task.name, method.name] = read_rows(
-                rows_folder(config, task, method), found, samples
-            )
+    for (task, found), method in product(loaded, methods):
+        shards = iter_shards(folders[task.name, method.name], ROWS, KEY)
+        written = {(row["key"], row["sample"]): row for row in shards}
+        units = product(found, range(settings[task.name].num_samples))
+        rows[task.name, method.name] = [written[problem.id, sample] for problem, sample in units]
     chosen = {
         "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
@@ -390,17 +387,6 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     if any(task.kind == "code" for task, _ in loaded):
         chosen["sandbox"] = isolation()
     return Evaluation(methods, rows, asdict(config) | chosen)
-
-
-def rows_folder(config: EvalConfig, task: EvalTask, method: CompressionMethod) -> Path:
-    """Return where the rows of a method on a task are."""
-    return config.output_dir / task.name.replace(":", "_") / method.name
-
-
-def read_rows(folder: Path, problems: list[EvalProblem], samples: range) -> list[Row]:
-    """Read the shares of all processes, in the order of problems and samples."""
-    found = {(row["key"], row["sample"]): row for row in iter_shards(folder, ROWS, KEY)}
-    return [found[problem.id, sample] for problem, sample in product(problems, samples)]
 
 
 def _show(bar: ProgressBar, done: int, total: int, accuracy: float) -> None:

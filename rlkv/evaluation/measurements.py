@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
@@ -95,15 +95,11 @@ def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
 
 def join(parts: Sequence[Outcome]) -> Outcome:
     """Join k parts into one outcome; the i-th one has the problems i, i + k, i + 2k and so on."""
-    problems: list[int] = []
-    modes: list[str | None] = []
-    tokens: list[NDArray[np.int32]] = []
     total = sum(part.correct.size for part in parts)
-    for first, part in enumerate(parts):
-        problems += range(first, total, len(parts))
-        modes += part.modes
-        tokens += part.tokens
-    order = np.argsort(problems)
+    problems = [np.arange(first, total, len(parts)) for first in range(len(parts))]
+    order = np.argsort(np.concatenate(problems))
+    modes = list(chain.from_iterable(part.modes for part in parts))
+    tokens = list(chain.from_iterable(part.tokens for part in parts))
     return Outcome(
         key="+".join(part.key for part in parts),
         correct=np.concatenate([part.correct for part in parts])[order],
@@ -151,23 +147,22 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
     the same heads once; empty for draws that share the problems, of which none has decoded all of
     them.
     """
-    first_by_heads = {run.key: float(run.correct.mean()) for run in first}
-    second_by_heads = {run.key: float(run.correct.mean()) for run in second}
-    first_mean = float(mean_scores(first).mean())
-    second_mean = float(mean_scores(second).mean())
-    first_seeds = [] if first[0].draws > 1 else list(first_by_heads.values())
-    second_seeds = [] if second[0].draws > 1 else list(second_by_heads.values())
-    test = paired_difference(mean_scores(second), mean_scores(first))
+    first_by_heads = {run.key: float(run.correct.mean()) for run in first if run.draws == 1}
+    second_by_heads = {run.key: float(run.correct.mean()) for run in second if run.draws == 1}
+    first_scores = mean_scores(first)
+    second_scores = mean_scores(second)
+    test = paired_difference(second_scores, first_scores)
+    same_keys = {run.key for run in first} == {run.key for run in second}
     return {
         "first": accuracy_of(first),
         "second": accuracy_of(second),
         "difference": asdict(test),
         "per_seed": {
-            "first": [accuracy - second_mean for accuracy in first_seeds],
-            "second": [first_mean - accuracy for accuracy in second_seeds],
+            "first": [own - float(second_scores.mean()) for own in first_by_heads.values()],
+            "second": [float(first_scores.mean()) - own for own in second_by_heads.values()],
         },
         # means over seeds may differ where the same sets of heads occur, but not equally often
-        "same_heads": first_by_heads.keys() == second_by_heads.keys() and not test.changed,
+        "same_heads": same_keys and not test.changed,
     }
 
 
@@ -225,32 +220,36 @@ class Condition:
     @property
     def key(self) -> str:
         """Return a short name of all that the condition is, by which its file of rows is called."""
-        policy = None if self.policy is None else self.policy.describe()
-        sizes = None if self.sizes is None else self.sizes._asdict()
-        heads = self.allocation.full.int().tolist()
-        content = [heads, policy, self.planned, sizes, self.part]
+        content = [self.allocation.full.int().tolist(), *self.describe().values()]
         text = json.dumps(content, sort_keys=True)
         return f"{self.task.replace(':', '_')}-{digest(text.encode())[:12]}"
 
-
-ConditionRequests = Iterable[tuple[str, Condition]]
+    def describe(self) -> dict[str, Any]:
+        """Return what compressible heads keep, and which problems are decoded."""
+        return {
+            "policy": None if self.policy is None else self.policy.describe(),
+            "planned": self.planned,
+            "sizes": None if self.sizes is None else self.sizes._asdict(),
+            "part": self.part,
+        }
 
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A task as it is decoded: problems, tokens of their prompts, settings."""
+    """A task as it is decoded."""
 
     name: str
     problems: list[Problem]
-    prompt_tokens: list[int]
     settings: RunSettings
+
+    def share_of(self, condition: Condition) -> list[Problem]:
+        """Return the problems of a condition."""
+        first, step = condition.part or (0, 1)
+        return self.problems[first::step]
 
 
 class Measurements:
-    """Measure conditions, with rows in ``folder``, and hand out what was measured.
-
-    Rows depend on ``facts`` too.
-    """
+    """Measure conditions, with rows in ``folder``, and hand out what was measured."""
 
     def __init__(
         self,
@@ -258,25 +257,23 @@ class Measurements:
         tokenizer: PreTrainedTokenizerBase,
         tasks: Sequence[StudyTask],
         folder: Path,
-        facts: dict[str, Any],
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.folder = folder
-        self.facts = facts
         self.tasks = {task.name: task for task in tasks}
         self.labels: dict[Condition, list[str]] = {}
         self._outcomes: dict[Condition, Outcome] = {}
 
-    def measure(self, title: str, requests: ConditionRequests) -> None:
-        """Measure the (name, condition) ``requests`` that were not measured yet."""
+    def measure(self, title: str, requests: Iterable[tuple[str, Condition]]) -> None:
+        """Measure the (label, condition) ``requests`` that were not measured yet."""
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
         waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
-        total = sum(len(self._problems(condition)) for condition in waiting)
+        sizes = {of: len(self.tasks[of.task].share_of(of)) for of in waiting}
         before = 0
         in_use = 0  # conditions in a row that other processes are at
-        with progress_bar(title, "problems", total) as bar:
+        with progress_bar(title, "problems", sum(sizes.values())) as bar:
             while waiting:
                 condition = waiting.popleft()
                 try:
@@ -288,11 +285,7 @@ class Measurements:
                         time.sleep(POLL_SECONDS)
                     continue
                 in_use = 0
-                before += len(self._problems(condition))
-
-    def _problems(self, condition: Condition) -> list[Problem]:
-        first, step = condition.part or (0, 1)
-        return self.tasks[condition.task].problems[first::step]
+                before += sizes[condition]
 
     def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
         task = self.tasks[condition.task]
@@ -303,25 +296,16 @@ class Measurements:
 
         sizes = {} if condition.sizes is None else condition.sizes._asdict()
         cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
-        rank, ranks = condition.part or (0, 1)
-        settings = replace(
-            task.settings, cache=cache, planned=condition.planned, rank=rank, ranks=ranks
-        )
-        file = self.folder / f"rows-{condition.key}.jsonl"
         rows = run_method(
             self.model,
             self.tokenizer,
-            task.problems,
+            task.share_of(condition),
             condition.allocation,
-            settings,
-            file,
-            self.facts,
+            replace(task.settings, cache=cache, planned=condition.planned),
+            self.folder / f"rows-{condition.key}.jsonl",
             on_rows,
         )
-        found = {row["key"]: row for row in rows}
-        return outcome_of(
-            condition.key, [found[problem.key] for problem in self._problems(condition)]
-        )
+        return outcome_of(condition.key, rows)
 
     def outcome(self, condition: Condition) -> Outcome:
         """Return what :meth:`measure` found under a condition."""
@@ -332,27 +316,16 @@ class Measurements:
         found = [self.outcome(condition) for condition in conditions]
         return found if conditions[0].part is None else [join(found)]
 
-    def text_lengths(self, task: str, outcome: Outcome) -> list[tuple[int, int]]:
-        """Return the (prompt, all) tokens that the cache holds when each text ends."""
-        texts = zip(self.tasks[task].prompt_tokens, outcome.tokens, strict=True)
-        # the last token of a text is never fed
-        return [(prompt, prompt + len(ids) - 1) for prompt, ids in texts]
-
     def describe(self) -> list[dict[str, Any]]:
         """Return every condition that was measured, for ``results.json``."""
         found = []
         for condition, outcome in self._outcomes.items():
-            policy = condition.policy
-            sizes = condition.sizes
             described = {
                 "task": condition.task,
                 "requested_as": self.labels[condition],
                 "rows": f"rows-{condition.key}.jsonl",
                 "full_heads": condition.allocation.full.int().tolist(),
-                "policy": None if policy is None else policy.describe(),
-                "planned": condition.planned,
-                "sizes": None if sizes is None else sizes._asdict(),
-                "part": condition.part,
+                **condition.describe(),
                 "accuracy": float(outcome.correct.mean()),
                 "n": int(outcome.correct.size),
                 "kv_share": outcome.kv_share,
@@ -419,13 +392,11 @@ def group_by_name(
     return files
 
 
-def gates_rankings(files: dict[str, list[str]], config: PretrainedConfig) -> list[Ranking]:
-    """Return a ranking per name with an order per gates file, which must be for this model."""
+def gates_rankings(files: dict[str, list[str]]) -> list[Ranking]:
+    """Return a ranking per name with an order per gates file."""
     found = []
     for name, paths in files.items():
         gates = tuple(HeadGates.load(path) for path in paths)
-        for each in gates:
-            each.check_model(config)
         orders = tuple(tuple(compression_order(each)) for each in gates)
         shape = (gates[0].num_layers, gates[0].num_kv_heads)
         found.append(Ranking(name, shape, orders, gates, tuple(paths)))
@@ -458,27 +429,17 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
         ValueError: if it is not such a file, does not name every head of a model of this shape
             once, or has no number for the accuracy lost by each head.
     """
+    size = (shape.num_layers, shape.num_kv_heads)
     try:
         truth: dict[str, Any] = read_json(path)
-        order = elimination_order(truth)
+        heads = sorted(elimination_order(truth))
+        lost = np.array(truth["accuracy_lost_by_single_head"], dtype=np.float64)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--oracle {path} is not a ground-truth file with an elimination order ({error})"
-        ) from None
-    size = (shape.num_layers, shape.num_kv_heads)
-    if sorted(order) != list(product(*map(range, size))):
+        raise ValueError(f"--oracle {path} is not a ground-truth file ({error})") from None
+    if heads != list(np.ndindex(size)) or lost.shape != size or not np.isfinite(lost).all():
         raise ValueError(
             f"--oracle {path} must eliminate each head of a model with {size[0]} layers x "
-            f"{size[1]} KV heads once: measure it with inference/tiny_ground_truth.py"
-        )
-    try:
-        lost = np.array(truth.get("accuracy_lost_by_single_head"))
-    except ValueError:  # lists of different lengths
-        lost = np.array(None)
-    if lost.shape != size or lost.dtype.kind not in "if" or not np.isfinite(lost).all():
-        raise ValueError(
-            f"--oracle {path}: accuracy_lost_by_single_head must be {size[0]} lists of {size[1]} "
-            "numbers, the accuracy that each head alone costs: measure it with "
+            f"{size[1]} KV heads once and say what accuracy each one costs alone: measure it with "
             "inference/tiny_ground_truth.py"
         )
     return truth

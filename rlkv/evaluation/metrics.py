@@ -65,11 +65,6 @@ def problem_scores(correct: Sequence[Sequence[bool]], k: int = 1) -> Floats:
     return np.array(found, dtype=np.float64)
 
 
-def strict_scores(correct: Sequence[Sequence[bool]]) -> Floats:
-    """Return 1 for every problem whose samples are all right, else 0: float ``[problems]``."""
-    return np.array([all(verdicts) for verdicts in correct], dtype=np.float64)
-
-
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """Return the 95% Wilson score interval of a proportion (JASA 22, 1927).
 
@@ -89,7 +84,7 @@ def unseen_interval(value: float, n: int, least: float) -> tuple[float, float]:
     return value + share * (least - value), value + share * (1 - value)
 
 
-def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
+def bootstrap_mean(scores: Sequence[float] | Floats) -> Estimate:
     """Return the mean of ``scores``, one per problem, with a 95% percentile bootstrap interval.
 
     If all problems have the same score the interval has no width.  It then says nothing about other
@@ -106,7 +101,7 @@ def bootstrap_mean(scores: Sequence[float] | Floats, seed: int = 0) -> Estimate:
     mean = float(values.mean())
     if np.ptp(values) == 0:
         return Estimate(mean, mean, mean, values.size)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     found = bootstrap(
         (values,), np.mean, n_resamples=RESAMPLES, batch=AT_ONCE, method="percentile", rng=rng
     )
@@ -133,7 +128,7 @@ def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
 
 
 def paired_difference(
-    first: Sequence[float] | Floats, second: Sequence[float] | Floats, seed: int = 0
+    first: Sequence[float] | Floats, second: Sequence[float] | Floats
 ) -> PairedDifference:
     """Compare two runs by their scores in [0, 1] on the same problems, in the same order.
 
@@ -150,7 +145,7 @@ def paired_difference(
         ValueError: if the runs differ in their number of problems, or have none.
     """
     differences = _differences(first, second)
-    found = bootstrap_mean(differences, seed)
+    found = bootstrap_mean(differences)
     low, high = found.low, found.high
     if np.ptp(differences) == 0:
         low, high = unseen_interval(found.mean, found.n, least=-1.0)
@@ -163,7 +158,7 @@ def paired_difference(
             permutation_type="samples",
             n_resamples=RESAMPLES,
             batch=AT_ONCE,
-            rng=np.random.default_rng(seed),
+            rng=np.random.default_rng(0),
         )
         p_value = float(test.pvalue)
     return PairedDifference(found.mean, low, high, p_value, found.n, changes.size)
@@ -275,24 +270,17 @@ def error_mode(row: dict[str, Any]) -> str | None:
     return "overlength" if row["finish_reason"] == "length" else "incorrect"
 
 
-@dataclass(frozen=True)
-class SignTest:
-    """Numbers of problems on which the second run scores ``better`` and ``worse`` than the first.
-
-    ``p_value``: two-sided, of the null hypothesis that both are equally likely (exact binomial
-    test); ties do not count.
-    """
-
-    better: int
-    worse: int
-    p_value: float
-
-
-def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> SignTest:
+def sign_test(
+    first: Sequence[float] | Floats, second: Sequence[float] | Floats
+) -> tuple[int, int, float]:
     """Compare two runs by the signs of the differences of their scores on the same problems.
 
     It ignores the size of a difference.  For scores 0 and 1 it equals the flip test of
     :func:`paired_difference` (McNemar).
+
+    Returns:
+        The problems on which the second run is better, those on which it is worse, and the
+        two-sided p value that both are equally likely (exact binomial test).
 
     Raises:
         ValueError: if the runs differ in their number of problems.
@@ -301,7 +289,7 @@ def sign_test(first: Sequence[float] | Floats, second: Sequence[float] | Floats)
     better = int((differences > 0).sum())
     worse = int((differences < 0).sum())
     p_value = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-    return SignTest(better, worse, p_value)
+    return better, worse, p_value
 
 
 def ratio_with_interval(parts: Sequence[int], wholes: Sequence[int]) -> Estimate | None:

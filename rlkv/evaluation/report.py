@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -338,11 +338,12 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     width = WIDTH if len(panels) == 1 else WIDTH + 3
     figure, axes_list = _figure(width, HEIGHT, len(panels), sharey)
     numbers = count()
-    styles: dict[str, Mapping[str, Any]] = {}  # one legend for all panels
-    for panel in panels:
-        for name in panel.curves:
-            if name not in styles:
-                styles[name] = FIXED_STYLES.get(name) or _style(next(numbers))
+    styles: dict[str, Mapping[str, Any]] = dict(FIXED_STYLES)  # one legend for all panels
+    for name in chain.from_iterable(panel.curves for panel in panels):
+        if name not in styles:
+            number = next(numbers)
+            # ten colors, with another marker where they begin again
+            styles[name] = {"color": f"C{number % 10}", "marker": "os^D"[number // 10 % 4]}
     for axes, panel in zip(axes_list, panels, strict=True):
         _draw(axes, panel, styles)
     if title:
@@ -429,11 +430,6 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
     figure.colorbar(image, ax=grid, label="gate", ticks=[0, 0.5, 1], shrink=0.8)
     save_figure(figure, path)
     return path
-
-
-def _style(number: int) -> dict[str, str]:
-    """Return one of ten colors, with another marker where they begin again."""
-    return {"color": f"C{number % 10}", "marker": "os^D"[number // 10 % 4]}
 
 
 def _errors(points: Sequence[Point]) -> list[list[float]] | None:

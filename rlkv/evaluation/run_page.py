@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ MOST_COMPARED = 150  # steps whose full heads are compared with the last ones
 MOST_MARKED = 40  # points up to which a curve has a mark at each
 MOST_SAMPLES = 24
 SPARSITIES = (0.4, 0.5, 0.6)  # of a run that names no target
+Curves = dict[str, list[tuple[float, float]]]  # (step, value) by name
 PLACES = ("step", "epoch", "layer", "head")  # what a record of the log stands for
 
 
@@ -50,9 +50,7 @@ def training_page(logs: RunLogs, folder: Path) -> Page:
         page.paragraph("No sign of a collapse.")
     if logs.records:
         page.heading("Figures of the log")
-        for number, panel in enumerate(_panels(logs)):
-            page.picture(plot_curves(folder / f"figures_{number}.png", panel), panel.title)
-        _write_figures(page, logs)
+        _write_figures(page, _figures(logs), folder)
     if logs.gates:
         page.heading("Gates")
         _write_gates(page, logs, folder)
@@ -80,18 +78,18 @@ def _progress(logs: RunLogs) -> str:
     return f"{text}."
 
 
-def _figures(logs: RunLogs) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield every figure of the log with its finite values."""
+def _figures(logs: RunLogs) -> Curves:
+    """Return every figure of the log with its finite values."""
+    found: Curves = {}
     for name in logs.names:
-        curve = []
         for step, value in logs.curve(name):
-            if isinstance(value, int | float) and math.isfinite(value):
-                curve.append((step, value))
-        if curve and name not in PLACES:
-            yield name, curve
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if is_number and name not in PLACES:
+                found.setdefault(name, []).append((step, value))
+    return found
 
 
-def _panel(title: str, curves: dict[str, list[tuple[float, float]]], share: bool) -> Panel:
+def _panel(title: str, curves: Curves, share: bool) -> Panel:
     points = {}
     styles = {}
     for label, curve in curves.items():
@@ -102,26 +100,19 @@ def _panel(title: str, curves: dict[str, list[tuple[float, float]]], share: bool
     return Panel(title, "step", points, ylabel="", styles=styles, limits=limits, ticks=False)
 
 
-def _panels(logs: RunLogs) -> list[Panel]:
-    """Return a plot for each group of figures, such as ``reward/``, and range."""
-    groups: dict[tuple[str, bool], dict[str, list[tuple[float, float]]]] = {}
-    for name, curve in _figures(logs):
-        group = name.partition("/")[0]
-        is_share = all(0 <= value <= 1 for _, value in curve)
-        groups.setdefault((group, is_share), {})[name] = curve
-    found = []
-    for (group, is_share), curves in groups.items():
-        title = f"{group}, from 0 to 1" if is_share else group
-        found.append(_panel(title, curves, is_share))
-    return found
-
-
-def _write_figures(page: Page, logs: RunLogs) -> None:
+def _write_figures(page: Page, figures: Curves, folder: Path) -> None:
+    """Add a plot for each group of figures, such as ``reward/``, and range, and a table of all."""
+    groups: dict[tuple[str, bool], Curves] = {}
     rows = []
-    for name, curve in _figures(logs):
+    for name, curve in figures.items():
         values = [value for _, value in curve]
+        is_share = min(values) >= 0 and max(values) <= 1
+        groups.setdefault((name.partition("/")[0], is_share), {})[name] = curve
         shown = (values[0], min(values), max(values), values[-1])
         rows.append([name, *(f"{value:.4g}" for value in shown)])
+    for number, ((group, is_share), curves) in enumerate(groups.items()):
+        panel = _panel(f"{group}, from 0 to 1" if is_share else group, curves, is_share)
+        page.picture(plot_curves(folder / f"figures_{number}.png", panel), panel.title)
     page.table(["figure", "first", "lowest", "highest", "last"], rows)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv import __version__
@@ -46,46 +47,20 @@ LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
 SAMPLED = 1024  # elements of each parameter that its digest sees
 
 
-class Background:
-    """Jobs that run in order on one other thread.
-
-    ``submit`` waits while ``capacity`` jobs are open, and raises what one of them raised.  Leaving
-    the context waits for all jobs or, after an error, drops those that have not begun.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._pool = ThreadPoolExecutor(1, "grading")
-        self._capacity = capacity
-        self._open: deque[Future[None]] = deque()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        while self._open and (len(self._open) >= self._capacity or self._open[0].done()):
-            self._open.popleft().result()
-        self._open.append(self._pool.submit(job))
-
-    def __enter__(self) -> Background:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
-        if kind is None:
-            for job in self._open:
-                job.result()
-
-
 @dataclass(frozen=True)
 class Problem:
     """One problem as the model reads it.
 
     Attributes:
         key: its name in the files.
-        prompt: rendered.
+        prompt: rendered; ``prompt_ids``: its tokens.
         grade: whether a text is right.
         reference: what verdicts depend on, such as the answer and the tests.
     """
 
     key: str
     prompt: str
+    prompt_ids: list[int]
     grade: Callable[[str], bool]
     reference: str = ""
 
@@ -132,29 +107,6 @@ class RunSettings:
                 "text"
             )
 
-    def engine(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        allocation: HeadAllocation,
-    ) -> InferenceEngine:
-        """Return what decodes."""
-        return InferenceEngine(model, tokenizer, allocation, self.cache, self.batch_size)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return all settings that rows depend on."""
-        compared = asdict(self)
-        for name in ("rank", "ranks", "batch_size"):
-            del compared[name]
-        # rows that were measured before there were these settings stay valid
-        if self.planned is None:
-            del compared["planned"]
-        if not self.cache.protect_prompt:
-            del compared["cache"]["protect_prompt"]
-        policy = self.cache.eviction
-        compared["cache"]["eviction"] = policy.describe() if policy else None
-        return compared
-
 
 def render_problems(
     task: EvalTask, problems: Iterable[EvalProblem], tokenizer: PreTrainedTokenizerBase
@@ -163,10 +115,11 @@ def render_problems(
     rendered = []
     for problem in problems:
         prompt = render_prompt(tokenizer, problem.prompt, "plain")
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
         # a chat template may open the thoughts, which the text then closes
         opened = THINKING if prompt.rstrip().endswith(THINKING) else ""
         grade = partial(_grade, task, problem, opened)
-        rendered.append(Problem(problem.id, prompt, grade, f"{problem.answer}{problem.meta}"))
+        rendered.append(Problem(problem.id, prompt, ids, grade, f"{problem.answer}{problem.meta}"))
     return rendered
 
 
@@ -181,13 +134,11 @@ def run_method(
     allocation: HeadAllocation,
     settings: RunSettings,
     rows_file: Path,
-    facts: dict[str, Any],
     on_rows: Callable[[int, int, float], None],
 ) -> list[Row]:
     """Decode and grade what ``rows_file``, and other shards next to it, do not hold yet.
 
     Args:
-        facts: what else the rows depend on besides settings, problems, prompts, model and versions.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on
             another thread.
 
@@ -201,14 +152,13 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing ``rows_file``.
     """
-    engine = settings.engine(model, tokenizer, allocation)
-    prompts = [problem.prompt for problem in problems]
-    lengths = engine.prompt_lengths(prompts)
+    cache = settings.cache
+    engine = InferenceEngine(model, tokenizer, allocation, cache, settings.batch_size)
     size = EntrySize.of(model)
     units = list(product(range(len(problems)), range(settings.num_samples)))
     units = units[settings.rank :: settings.ranks]
-    keys = [(problems[problem].key, sample) for problem, sample in units]
-    compared = fingerprint(engine, problems, settings, facts)
+    keys = [(problems[place].key, sample) for place, sample in units]
+    compared = fingerprint(engine, problems, settings)
     done: dict[tuple[str, int], Row] = {}
     wanted = set(keys)
     for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
@@ -221,13 +171,13 @@ def run_method(
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(units), right / max(1, len(done)))
 
-        def grade_and_write(problem: int, sample: int, completion: Completion) -> None:
+        def grade_and_write(place: int, sample: int, completion: Completion) -> None:
             nonlocal right
             row = {
-                "key": problems[problem].key,
+                "key": problems[place].key,
                 "sample": sample,
-                "correct": problems[problem].grade(completion.text),
-                **measured(completion, settings, allocation, size, lengths[problem], problem),
+                "correct": problems[place].grade(completion.text),
+                **measured(completion, problems, place, settings, allocation.full, size),
             }
             store.append(row)
             done[row["key"], sample] = row
@@ -236,34 +186,53 @@ def run_method(
 
         missing = [unit for unit, key in zip(units, keys, strict=True) if key not in done]
         stream = engine.stream(
-            [prompts[problem] for problem, _ in missing],
+            [problems[place].prompt for place, _ in missing],
             settings.sampling,
-            [problem * settings.num_samples + sample for problem, sample in missing],
+            [place * settings.num_samples + sample for place, sample in missing],
             settings.rule if settings.stop_repetitive else None,
             full=bool(allocation.full.all()),
-            planned=settings.planned and [settings.planned[problem] for problem, _ in missing],
+            planned=settings.planned and [settings.planned[place] for place, _ in missing],
         )
-        capacity = max(UNGRADED, 2 * settings.batch_size)
-        with Background(capacity) as background, closing(stream):
-            for place, completion in stream:
-                background.submit(partial(grade_and_write, *missing[place], completion))
+        with closing(stream):
+            jobs = (partial(grade_and_write, *missing[i], text) for i, text in stream)
+            run_in_background(jobs, max(UNGRADED, 2 * settings.batch_size))
     return [done[key] for key in keys]
+
+
+def run_in_background(jobs: Iterable[Callable[[], None]], most_open: int) -> None:
+    """Run jobs in order on one other thread, while the next ones are made on this one.
+
+    Waits while ``most_open`` of them are open.  Raises what a job raised; those that have not begun
+    by then are dropped.
+    """
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, "grading") as pool:
+        try:
+            for job in jobs:
+                while waiting and (len(waiting) >= most_open or waiting[0].done()):
+                    waiting.popleft().result()
+                waiting.append(pool.submit(job))
+            for open_job in waiting:
+                open_job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def measured(
     completion: Completion,
+    problems: list[Problem],
+    place: int,
     settings: RunSettings,
-    allocation: HeadAllocation,
+    full: Tensor,
     size: EntrySize,
-    prompt_length: int,
-    problem: int,
 ) -> Row:
     """Return the fields of a row that need no verdict."""
     ids = completion.token_ids
-    prompt = torch.tensor([prompt_length])
+    prompt = torch.tensor([len(problems[place].prompt_ids)])
     tokens = prompt + len(ids) - 1  # the last token is never fed
-    planned = None if settings.planned is None else torch.tensor([settings.planned[problem]])
-    held, whole = kv_nbytes(settings.cache, allocation.full, size, prompt, tokens, planned)
+    planned = None if settings.planned is None else torch.tensor([settings.planned[place]])
+    held, whole = kv_nbytes(settings.cache, full, size, prompt, tokens, planned)
     # a text that ends by itself is not checked at its end token
     checked = ids[:-1] if completion.finish_reason == "stop" else ids
     return {
@@ -278,23 +247,22 @@ def measured(
 
 
 def fingerprint(
-    engine: InferenceEngine,
-    problems: list[Problem],
-    settings: RunSettings,
-    facts: dict[str, Any],
+    engine: InferenceEngine, problems: list[Problem], settings: RunSettings
 ) -> dict[str, Any]:
-    """Return ``facts``, and all else that rows depend on."""
-    prompts = [problem.prompt for problem in problems]
+    """Return all that rows depend on."""
+    compared = asdict(settings)
+    for name in ("rank", "ranks", "batch_size"):
+        del compared[name]
+    policy = settings.cache.eviction
+    compared["cache"]["eviction"] = None if policy is None else policy.describe()
     described = [[problem.key, problem.prompt, problem.reference] for problem in problems]
-    ids = engine.tokenizer(prompts, add_special_tokens=False).input_ids
-    return settings.fingerprint() | {
+    return compared | {
         "full_heads": engine.allocation.full.int().flatten().tolist(),
         "problems": digest_of(described),
-        "prompt_tokens": digest_of(ids),
+        "prompt_tokens": digest_of([problem.prompt_ids for problem in problems]),
         "end_tokens": engine.eos_ids,
         "model_state": model_facts(engine.model),
         "libraries": library_facts(),
-        **facts,
     }
 
 

@@ -6,16 +6,15 @@ method gets the largest budget that holds at most the rest, over the texts of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize, kv_nbytes
@@ -24,7 +23,6 @@ from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.measurements import (
     RESERVED,
     Condition,
-    ConditionRequests,
     Measurements,
     Order,
     Outcome,
@@ -37,11 +35,9 @@ from rlkv.evaluation.measurements import (
     reference_rankings,
 )
 from rlkv.evaluation.runner import RunSettings, render_problems
-from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import check_positive
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
@@ -134,8 +130,8 @@ class StudyConfig(TaskOptions):
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
             if not all(0 <= value <= most for value in values):
                 raise ValueError(f"{given} contains a number outside 0 to {most:g}")
-            if name != "savings" and not self.levels(name):
-                raise ValueError(f"{given} contains no sparsity above 0")
+            if not self.levels(name):
+                raise ValueError(f"{given} contains no number above 0")
         for name, share in (("margin", self.margin), ("head-share", self.head_share)):
             if not 0 <= share <= 1:
                 raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")
@@ -150,16 +146,12 @@ class StudyConfig(TaskOptions):
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = (self.gates_files, self.ablation_files, self.parsed_sizes)
 
-    def each(self, name: str) -> list[float]:
-        """Return the values of a field, each once, in the order given."""
-        return list(dict.fromkeys(getattr(self, name)))
-
     def levels(self, name: str) -> tuple[float, ...]:
-        """Return the sparsities above 0 of a field, each once, in the order given."""
-        return tuple(value for value in self.each(name) if value > 0)
+        """Return the values above 0 of a field, each once, in the order given."""
+        return tuple(value for value in dict.fromkeys(getattr(self, name)) if value > 0)
 
     def ascending(self, name: str) -> tuple[float, ...]:
-        """Return the sparsities above 0 of a field, each once, from the lowest on."""
+        """Return the values above 0 of a field, each once, from the lowest on."""
         return tuple(sorted(self.levels(name)))
 
     @property
@@ -223,14 +215,6 @@ class Study:
         """Return the sparsities of the sweep, ascending."""
         return self.config.ascending("sparsities")
 
-    def conditions(
-        self, rankings: Iterable[Ranking], sparsities: Iterable[float]
-    ) -> ConditionRequests:
-        """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
-        for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
-            for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
-                yield f"{ranking.name} @ {sparsity:g}", condition
-
     def seeds(
         self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]
     ) -> list[Condition]:
@@ -262,8 +246,13 @@ class Study:
         return self.measurements.outcome(self.full_condition(task))
 
     def full_lengths(self, task: str) -> list[tuple[int, int]]:
-        """Return (prompt, all) cached tokens of the texts of the full cache."""
-        return self.measurements.text_lengths(task, self.full(task))
+        """Return the (prompt, all) tokens that the full cache holds when each text ends."""
+        found = []
+        problems = self.measurements.tasks[task].problems
+        for problem, ids in zip(problems, self.full(task).tokens, strict=True):
+            prompt = len(problem.prompt_ids)
+            found.append((prompt, prompt + len(ids) - 1))  # the last token is never fed
+        return found
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """Return an outcome per seed; random draws have one together."""
@@ -290,53 +279,42 @@ class Study:
 
 def load_study(config: StudyConfig) -> Study:
     """Read and check everything that the options name, before anything is written."""
-    find_tasks(config.tasks, config.data)  # a wrong name is refused before the model is loaded
     published = published_name(config.published or config.model)
     if config.published and published is None:
         raise ValueError(
             f"--published {config.published!r}: nothing is known to be published for a model of "
             "this name"
         )
-    model, tokenizer = config.load()
-    shape = ModelShape.from_config(model.config)
-    truth = read_truth(config.oracle, shape) if config.oracle else None
-    methods = gates_rankings(config.gates_files, model.config)
-    variants = gates_rankings(config.ablation_files, model.config)
-    cache = config.cache_settings({"first": methods[0].gates[0]})
+    methods = gates_rankings(config.gates_files)
+    ablations = gates_rankings(config.ablation_files)
+    every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
+    cache = config.cache_settings({"first": every_gates[0]})
     if config.extra is None:
         config = replace(config, extra=default_extra(config, cache))
-    every_gates = [gates for method in (*methods, *variants) for gates in method.gates]
-    tasks = study_tasks(config, cache, every_gates, tokenizer)
-    rows = config.output_dir / "rows"
+    policies = policy_templates(config, cache.sink)
+    loaded = config.problems(config.chosen_template(every_gates))
+    model, tokenizer = config.load()
+    for gates in every_gates:
+        gates.check_model(model.config)
+    shape = ModelShape.from_config(model.config)
+    truth = None if config.oracle is None else read_truth(config.oracle, shape)
+    tasks = []
+    for task, problems in loaded:
+        sampling = SamplingParams(config.token_limit(task))
+        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
+        rendered = render_problems(task, problems, tokenizer)
+        tasks.append(StudyTask(task.name, rendered, settings))
     return Study(
         rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
-        ablations=tuple(variants),
-        measurements=Measurements(model, tokenizer, tasks, rows, {"model": config.model}),
+        ablations=tuple(ablations),
+        measurements=Measurements(model, tokenizer, tasks, config.output_dir / "rows"),
         entry_size=EntrySize.of(model),
         config=config,
-        policies=policy_templates(config, cache.sink),
+        policies=policies,
         top_heads=top_heads(config.top_heads, shape.num_layers * shape.num_kv_heads),
         truth=truth,
         published=published,
     )
-
-
-def study_tasks(
-    config: TaskOptions,
-    cache: CacheSettings,
-    gates: Iterable[HeadGates],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[StudyTask]:
-    """Return the tasks, rendered with the given template or the one of all ``gates``."""
-    prepared = []
-    for task, loaded in config.problems(config.chosen_template(gates)):
-        sampling = SamplingParams(config.token_limit(task))
-        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        problems = render_problems(task, loaded, tokenizer)
-        prompts = [problem.prompt for problem in problems]
-        ids = tokenizer(prompts, add_special_tokens=False).input_ids
-        prepared.append(StudyTask(task.name, problems, list(map(len, ids)), settings))
-    return prepared
 
 
 def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
@@ -347,15 +325,10 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
     """
     found = set()
     for value in values or (NUMBERS if total <= FEW_HEADS else SHARES):
-        if not 0 <= value <= total and values:
-            raise ValueError(f"--top-heads {value:g} is outside 0 to {total}")
-        if value == 0:
+        if values and not (0 < value < 1 or value in range(1, total + 1)):
             raise ValueError(
-                "--top-heads: 0 heads are the full cache: give 1 or more, or a share above 0"
-            )
-        if value >= 1 and value != int(value):
-            raise ValueError(
-                f"--top-heads: {value:g} is neither a whole number nor a share below 1"
+                f"--top-heads {value:g} is neither a number of heads from 1 to {total} nor a share "
+                "below 1"
             )
         found.add(int(value) if value >= 1 else max(1, round(value * total)))
     return tuple(sorted(number for number in found if values or number < total))
@@ -439,23 +412,16 @@ class ByteTarget:
         self, policy: EvictionPolicy, full: Tensor, fixed: bool = False
     ) -> EvictionPolicy | None:
         """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
-
-        def sized(step: int) -> EvictionPolicy:
-            return replace(policy, budget=None, ratio=step / STEPS)
-
-        low = 0
-        high = STEPS
-        if not self._fits(sized(low), full, fixed):
-            return None
-        if self._fits(sized(high), full, fixed):
-            return sized(high)
+        low = -1  # the most steps known to fit
+        high = STEPS + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self._fits(sized(middle), full, fixed):
+            sized = replace(policy, budget=None, ratio=middle / STEPS)
+            if self._fits(sized, full, fixed):
                 low = middle
             else:
                 high = middle
-        return sized(low)
+        return None if low < 0 else replace(policy, budget=None, ratio=low / STEPS)
 
     def match_heads(self, order: Order, shape: tuple[int, int]) -> Tensor | None:
         """Return the full heads when heads are compressed in ``order`` until the rest fits.
@@ -491,44 +457,41 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     seed, random heads: all draws) with sinks and a window; policies under the heads of the first
     ranking.
     """
+    config = study.config
+    first = study.first
     cache = study.measurements.tasks[task].settings.cache
     lengths = study.full_lengths(task)
+    none_full = torch.zeros(first.shape, dtype=torch.bool)
+
     found = []
-    for saved in study.config.each("savings"):
+    for saved in config.levels("savings"):
         target = ByteTarget(1 - saved, study.entry_size, lengths, cache)
-        for method, heads, conditions in _matches(study, task, target):
-            found.append(Match(method, heads, saved, conditions))
+        for name, template in study.policies.items():
+            found.append(Match(name, "", saved, _evicting(task, target, template, none_full)))
+            if config.fixed_budgets and name in config.policies:
+                conditions = _evicting(task, target, template, none_full, fixed=True)
+                found.append(Match(f"{name}, {FIXED}", "", saved, conditions))
+        for ranking in study.rankings:
+            orders = ranking.orders if ranking.drawn else ranking.orders[:1]
+            kept = [target.match_heads(order, first.shape) for order in orders]
+            allocations = [HeadAllocation(full) for full in kept if full is not None]
+            conditions = study.seeds(task, ranking, allocations) if allocations else []
+            found.append(Match(f"{ranking.name} + sinks + window", ranking.name, saved, conditions))
+        split = split_heads(first.orders[0], 1 - saved, config.head_share, first.shape)
+        for name, template in study.policies.items():
+            conditions = [] if split is None else _evicting(task, target, template, split)
+            found.append(Match(f"{first.name} + {name}", first.name, saved, conditions))
     return found
 
 
-def _matches(
-    study: Study, task: str, target: ByteTarget
-) -> Iterator[tuple[str, str, list[Condition]]]:
-    first = study.first
-    shape = first.shape
-    none_full = torch.zeros(shape, dtype=torch.bool)
-
-    def evicting(full: Tensor, template: EvictionPolicy, fixed: bool = False) -> list[Condition]:
-        policy = target.match_ratio(template, full, fixed)
-        planned = tuple(tokens for _, tokens in target.lengths) if fixed else None
-        return [] if policy is None else [Condition(task, HeadAllocation(full), policy, planned)]
-
-    for name, template in study.policies.items():
-        yield name, "", evicting(none_full, template)
-        if study.config.fixed_budgets and name in study.config.policies:
-            yield f"{name}, {FIXED}", "", evicting(none_full, template, fixed=True)
-    for ranking in study.rankings:
-        allocations = []
-        for order in ranking.orders if ranking.drawn else ranking.orders[:1]:
-            full = target.match_heads(order, shape)
-            if full is not None:
-                allocations.append(HeadAllocation(full))
-        conditions = study.seeds(task, ranking, allocations) if allocations else []
-        yield f"{ranking.name} + sinks + window", ranking.name, conditions
-    split = split_heads(first.orders[0], target.share, study.config.head_share, shape)
-    for name, template in study.policies.items():
-        conditions = [] if split is None else evicting(split, template)
-        yield f"{first.name} + {name}", first.name, conditions
+def _evicting(
+    task: str, target: ByteTarget, template: EvictionPolicy, full: Tensor, fixed: bool = False
+) -> list[Condition]:
+    policy = target.match_ratio(template, full, fixed)
+    if policy is None:
+        return []
+    planned = tuple(tokens for _, tokens in target.lengths) if fixed else None
+    return [Condition(task, HeadAllocation(full), policy, planned)]
 
 
 def split_heads(

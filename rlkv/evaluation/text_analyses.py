@@ -255,7 +255,7 @@ def _length_cell(metrics: Metrics) -> str:
 def budget(study: Study, task: str, page: Page) -> Metrics:
     """Compare policies alone and under rankings at the same bytes (RLKV, figure 16)."""
     full = study.full(task)
-    savings = study.config.each("savings")
+    savings = study.config.levels("savings")
     outcomes: dict[float, dict[str, Outcome]] = {saved: {} for saved in savings}
     methods: dict[str, Metrics] = {}
     for match in study.matches(task):
@@ -310,17 +310,14 @@ def budget(study: Study, task: str, page: Page) -> Metrics:
 
 def _budget_numbers(condition: Condition, outcome: Outcome, full: Outcome) -> Metrics:
     policy = condition.policy
-    shares = mode_shares([outcome], full)
-    counts = None
-    if shares is not None:
-        solved = int(full.correct.sum())
-        counts = {mode: round(of["mean"] * solved) for mode, of in shares.items()}
+    answers = zip(outcome.modes, full.correct, strict=True)
+    found = [mode for mode, right in answers if right]  # where the full cache is right
     return {
         "full_heads": condition.allocation.num_full,
         "budget": None if policy is None else policy.describe(),
         "fixed": condition.planned is not None,
         "accuracy": accuracy_of([outcome], full),
-        "modes": counts,
+        "modes": {mode: found.count(mode) for mode in MODES} if found else None,
         "mean_output_tokens": float(np.mean(outcome.lengths)),
     }
 
@@ -342,10 +339,9 @@ def _dynamic_minus_fixed(
     config: StudyConfig, outcomes: dict[float, dict[str, Outcome]]
 ) -> list[Metrics]:
     """Compare the budgets of each policy at each saving; None where one of them does not fit."""
-    if not config.fixed_budgets:
-        return []
     found: list[Metrics] = []
-    for policy, (saved, measured) in product(config.policies, outcomes.items()):
+    policies = config.policies if config.fixed_budgets else ()
+    for policy, (saved, measured) in product(policies, outcomes.items()):
         dynamic = measured.get(policy)
         fixed = measured.get(f"{policy}, {FIXED}")
         test = None

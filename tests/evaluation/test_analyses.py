@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.analyses import ANALYSES, conditions, cost_metrics, cost_text
 from rlkv.evaluation.study import kv_share, load_study
-from rlkv.evaluation.text_analyses import both_right, length_shares, mode_shares, repetition_of
+from rlkv.evaluation.text_analyses import both_right, mode_shares
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
@@ -44,14 +43,6 @@ def test_modes_count_only_what_full_solves() -> None:
     assert mode_shares(runs, outcome("0000")) is None
 
 
-def test_lengths_fall_into_common_bins() -> None:
-    mine = [outcome("11", lengths=[30, 30]), outcome("11", lengths=[10, 30])]
-    found = length_shares({"full": [outcome("11", lengths=[10, 20])], "mine": mine})
-    assert found["centres"][0] == pytest.approx(10.5)
-    assert found["shares"]["full"][0] == found["shares"]["full"][10] == 0.5
-    assert (found["shares"]["mine"][0], found["shares"]["mine"][-1]) == (0.25, 0.75)
-
-
 def test_lengths_where_both_are_right() -> None:
     full = outcome("1110", [10, 20, 30, 40])
     first, second = outcome("1011", [12, 99, 30, 1], "a"), outcome("1000", [14, 99, 99, 99], "b")
@@ -61,13 +52,6 @@ def test_lengths_where_both_are_right() -> None:
     assert (both["own"]["mean"], both["full"]["mean"]) == ((13 + 30) / 2, (10 + 30) / 2)
     assert (both["difference"]["mean"], both["own"]["n"]) == ((3 + 0) / 2, 2)
     assert both_right([outcome("0001")], full) is None
-
-
-def test_repetition_is_that_of_each_text() -> None:
-    found = repetition_of([np.array([1, 1, 1, 1], np.int32), np.array([1, 2, 3, 4], np.int32)])
-    assert found.shape == (2, 9)
-    assert (found[0, 0], found[0, 3], found[0, 6]) == (0, 0.75, 4)
-    assert (found[1, 0], found[1, 3], found[1, 6]) == (2, 0, 1)
 
 
 def test_costs_never_mix_units(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from rlkv.evaluation.eval_report import (
     evaluation_page,
     find_published,
     pass_at,
-    published_name,
     published_numbers,
     summarize,
 )
@@ -130,11 +129,6 @@ def test_samples_give_pass_at_k() -> None:
     assert list(pass_at([[True] * 6, [False] * 6])) == ["1", "2", "4"]
 
 
-def test_samples_that_are_all_right_have_wilsons_interval_over_problems() -> None:
-    found = summarize("tiny", "rlkv@0.5", rows(5, 5, samples=4), None)
-    assert (found["ci_low"], found["ci_high"]) == wilson_interval(5, 5)
-
-
 # --- the page
 
 
@@ -220,18 +214,6 @@ def test_published_numbers_stand_apart_with_their_sources(page: str) -> None:
     assert "2510.08525v3), table 6" in published
     assert "kvzip" not in measured
     assert "Published numbers" not in report({"full": rows(1, 8)})
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B-Thinking-2507"),
-        ("/data/qwen3-4b-thinking-2507/", "Qwen/Qwen3-4B-Thinking-2507"),
-        ("tiny", None),
-    ],
-)
-def test_a_folder_has_the_published_numbers_of_its_name(model: str, name: str | None) -> None:
-    assert published_name(model) == name
 
 
 def test_every_published_number_is_plausible_and_names_its_source() -> None:

@@ -16,7 +16,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.run_folder import EXPORTED, LOG, RUN_CONFIG, SUMMARY, RunLogs, append_record
 from rlkv.utils.files import write_json
-from tests.helpers.run_logs import alpha_after, record, write_sample, write_steps
+from tests.helpers.run_logs import alpha_after, write_sample, write_steps
 
 SETTLED = "Share of the last full heads that were full before"
 
@@ -75,22 +75,6 @@ def test_one_file_that_loads_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r'src="([^"]{0,22})', html)) == {"data:image/png;base64,"}
     assert html.count("<img ") >= 7
     assert "&lt;script&gt;alert(1)" in html
-
-
-def test_alerts_are_on_the_page(tmp_path: Path, panels: dict[str, Panel]) -> None:
-    write_steps(tmp_path, 1, 10)
-    for step in range(11, 16):
-        append_record(tmp_path / LOG, step, record(step, reward__mean=0.1))
-    text = page_of(tmp_path)
-    assert "The reward has collapsed" in text
-    assert "No sign of a collapse" not in text
-
-
-def test_the_log_of_an_elimination(tmp_path: Path, panels: dict[str, Panel]) -> None:
-    for step in (1, 2):
-        append_record(tmp_path / LOG, step, {"layer": 3, "traces/kept": 0.9, "loss": 0.1})
-    assert "| loss | 0.1 |" in page_of(tmp_path)
-    assert set(panels) == {"traces, from 0 to 1", "loss, from 0 to 1"}
 
 
 def test_a_run_is_finished_when_its_own_settings_were_exported(

@@ -18,7 +18,6 @@ from rlkv.cache import CacheSettings
 from rlkv.evaluation import runner
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import (
-    Background,
     Problem,
     RunSettings,
     library_facts,
@@ -52,7 +51,8 @@ def problems(tiny_model: Any) -> list[Problem]:
     found = []
     for i, drawn in enumerate(tiny.problems(N, seed=5, max_definitions=5)):
         prompt = render_prompt(tiny_model[1], drawn["problem"])
-        found.append(Problem(f"p{i}", prompt, lambda t, a=drawn["answer"]: is_correct(t, a)))
+        ids = tiny_model[1](prompt, add_special_tokens=False).input_ids
+        found.append(Problem(f"p{i}", prompt, ids, lambda t, a=drawn["answer"]: is_correct(t, a)))
     return found
 
 
@@ -69,7 +69,6 @@ def run(tiny_model: Any, problems: list[Problem]) -> Run:
         allocation: HeadAllocation = HALF,
         given: list[Problem] = problems,
         model: Any = tiny_model[0],
-        **facts: Any,
     ) -> tuple[list[Row], list[tuple[int, int]]]:
         seen: list[tuple[int, int]] = []
         rows = run_method(
@@ -79,7 +78,6 @@ def run(tiny_model: Any, problems: list[Problem]) -> Run:
             allocation,
             settings,
             path,
-            facts,
             lambda done, total, accuracy: seen.append((done, total)),
         )
         return rows, seen
@@ -127,7 +125,7 @@ def test_rows_are_written_while_their_batch_is_decoded(
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk"):
-        run_method(*tiny_model, problems, HALF, GREEDY, path, {}, stop)
+        run_method(*tiny_model, problems, HALF, GREEDY, path, stop)
     before = path.read_text()
     assert len(before.splitlines()) >= 2, "what had ended stays"
     run(path)
@@ -181,33 +179,32 @@ def test_what_a_run_depends_on_may_not_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    run(path, data="a")
+    run(path)
     before = path.read_bytes()
-    run(path, replace(GREEDY, batch_size=2), data="a")  # as after a lack of memory
+    run(path, replace(GREEDY, batch_size=2))  # as after a lack of memory
     other_model = copy.deepcopy(tiny_model[0])
     with torch.no_grad():
         other_model.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-3
     other_cache = replace(GREEDY, cache=CacheSettings(eviction=RKV(budget=40)))
     answer = [replace(problems[0], reference="other"), *problems[1:]]
-    prompt = [replace(problems[0], prompt=problems[0].prompt + " ?"), *problems[1:]]
+    prompt = [replace(problems[0], prompt_ids=[1, 2]), *problems[1:]]
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"data": "b"}, "data"),
         ({"settings": other_cache}, "cache.eviction, cache.sink, cache.window"),
         ({"settings": replace(GREEDY, stop_repetitive=True)}, "stop_repetitive"),
         ({"model": other_model}, "model_state.weights"),
         ({"given": answer}, "problems"),
-        ({"given": prompt}, "problems, prompt_tokens"),
+        ({"given": prompt}, "prompt_tokens"),
         ({"allocation": HeadAllocation.random(4, 6, 0.5, seed=2)}, "full_heads"),
     ]
     for change, named in changes:
         with pytest.raises(ValueError, match=rf"\({named}"):
-            run(path, **{"data": "a", **change})
+            run(path, **change)
     for library in ("rlkv", "torch"):
         found = library_facts() | {library: "99"}
         with monkeypatch.context() as patch:
             patch.setattr(runner, "library_facts", lambda found=found: found)
             with pytest.raises(ValueError, match=rf"\(libraries.{library}"):
-                run(path, data="a")
+                run(path)
     assert path.read_bytes() == before
 
 
@@ -256,16 +253,12 @@ def test_samples_differ_and_repeat(run: Run, tmp_path: Path) -> None:
 def test_bytes_of_a_row_are_its_own(
     run: Run,
     whole: tuple[Path, list[Row]],
-    tiny_model: Any,
     problems: list[Problem],
     tmp_path: Path,
 ) -> None:
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
     reference, _ = run(tmp_path / "full.jsonl", allocation=full)
-    prompts = {}
-    for problem in problems:
-        ids = tiny_model[1](problem.prompt, add_special_tokens=False).input_ids
-        prompts[problem.key] = len(ids)
+    prompts = {problem.key: len(problem.prompt_ids) for problem in problems}
     for row in [*whole[1], *reference]:
         tokens = prompts[row["key"]] + len(row["token_ids"]) - 1
         assert row["kv_bytes_full"] == 24 * tokens * 2 * 32 * 4
@@ -308,56 +301,3 @@ def test_another_state_of_the_model_is_seen(place: int) -> None:
     half = model_facts(model.to(torch.bfloat16))
     assert half["dtype"] == "torch.bfloat16"
     assert half["weights"] != before["weights"]
-
-
-def test_rows_from_before_the_protected_prompt_stay_valid() -> None:
-    plain = RunSettings(CacheSettings(), SamplingParams(4)).fingerprint()
-    protecting = RunSettings(CacheSettings(protect_prompt=True), SamplingParams(4)).fingerprint()
-    assert "protect_prompt" not in plain["cache"]
-    assert protecting["cache"] == {**plain["cache"], "protect_prompt": True}
-
-
-# --- the thread that grades
-
-
-def test_jobs_run_in_their_order_on_another_thread() -> None:
-    ran: list[tuple[int, int]] = []
-    with Background(capacity=3) as background:
-        for i in range(50):
-            background.submit(lambda i=i: ran.append((i, threading.get_ident())))
-    assert [i for i, _ in ran] == list(range(50))
-    (thread,) = {ident for _, ident in ran}
-    assert thread != threading.get_ident()
-
-
-@pytest.mark.parametrize(("capacity", "more"), [(1, 1), (4, 0)])
-def test_the_failure_of_a_job_reaches_who_gives_jobs(capacity: int, more: int) -> None:
-    def fail() -> None:
-        raise OSError("no room")
-
-    taken = []
-    with pytest.raises(OSError, match="no room"), Background(capacity) as background:  # noqa: PT012
-        background.submit(fail)
-        for i in range(more):  # one open job at a time: the next one waits for the failed one
-            background.submit(lambda: None)
-            taken.append(i)
-    assert taken == []
-
-
-def test_an_error_of_the_giver_drops_what_has_not_begun() -> None:
-    begun = threading.Event()
-    go_on = threading.Event()
-    ran: list[str] = []
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(60)
-        ran.append("first")
-
-    with pytest.raises(KeyboardInterrupt), Background(capacity=4) as background:  # noqa: PT012
-        background.submit(first)
-        background.submit(lambda: ran.append("second"))
-        assert begun.wait(60)
-        threading.Timer(0.05, go_on.set).start()
-        raise KeyboardInterrupt
-    assert ran == ["first"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from rlkv.evaluation import sandbox
 from rlkv.evaluation.evaluate import (
     EvalConfig,
     named_gates,
-    number_for,
     parse_method,
     parse_methods,
 )
@@ -34,10 +30,8 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
-from rlkv.utils.progress import ProgressBar
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
-from tests.helpers.paths import ROOT
 from tests.helpers.plain_decoding import decode
 
 N = 12
@@ -124,31 +118,6 @@ def test_every_problem_has_one_text_and_one_verdict(
     assert 0 < sum(correct) < N, "a test of verdicts needs both"
 
 
-def test_progress_after_a_stop_starts_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path)
-    file = rows_file(tmp_path)
-    before = [json.loads(line) for line in file.read_text().splitlines()]
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:3]) + lines[3][:30])  # as a kill would leave it
-    shown: list[tuple[Any, ...]] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressBar, "resume", lambda self, done: shown.append(("resumed", done)))
-        patch.setattr(
-            ProgressBar, "update", lambda self, done, total, note: shown.append((done, total, note))
-        )
-        accuracy = run(tmp_path)["results"][0]["accuracy"]
-    right = sum(row["correct"] for row in before[:3])
-    assert shown[:2] == [("resumed", 3), (3, 6, f"accuracy {right / 3:.3f}")]
-    assert shown[-1] == (6, 6, f"accuracy {accuracy:.3f}")
-    again = {row["key"]: row["text"] for row in map(json.loads, file.read_text().splitlines())}
-    assert again == {row["key"]: row["text"] for row in before}
-    run(tmp_path, "--batch-size", "3")  # less memory, the same rows
-    with pytest.raises(ValueError, match=r"max_new_tokens.*50.*40"):
-        run(tmp_path, "--max-new-tokens", "40")
-
-
 def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
     options = ["--num-samples", "3", "--temperature", "2.0", "--limit", "3", "--stop-repetitive"]
     found = run(tmp_path, *options, "--repetition", "8", "7")["results"][0]
@@ -214,20 +183,6 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             settings(gates, other, **options)
-
-
-@pytest.mark.slow  # the error itself: tests/evaluation/tasks/test_registry.py
-def test_without_hub_and_file_the_process_ends_with_one_sentence(tmp_path: Path) -> None:
-    options = ["--tasks", "mmlu_pro:law", "--output-dir", str(tmp_path / "out")]
-    command = [sys.executable, str(ROOT / "inference" / "evaluate.py"), *options]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # read when `datasets` is imported
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    start = "error: cannot load task 'mmlu_pro:law' (TIGER-Lab/MMLU-Pro) from the hub"
-    assert line.startswith(start)
-    assert line.endswith("or a folder that holds mmlu_pro.jsonl")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -387,10 +342,3 @@ def test_the_command_line_comes_before_the_config_and_the_config_before_the_pres
     file.write_text("method: full\n")
     with pytest.raises(ValueError, match=r"mine.yaml.* method:"):
         config("--config", str(file))
-
-
-def test_a_task_takes_its_own_number_before_that_of_all() -> None:
-    values = ("livecodebench:medium=3", "4")
-    assert number_for("livecodebench:medium", values, "--n") == 3
-    assert number_for("livecodebench", values, "--n") == 4
-    assert number_for("tiny", ("aime24=3",), "--n") is None

@@ -20,6 +20,7 @@ from rlkv.evaluation.study import (
     top_heads,
 )
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
+from rlkv.gates.head_gates import HeadGates
 from tests.helpers.study_program import run, write_inputs
 
 SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)
@@ -47,12 +48,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--savings 1.0", "--savings 1"),
         ("--head-share 2.5", "--head-share is 2.5"),
         ("--batch-size 0", "--batch-size"),
-        ("--top-heads 1.5", "--top-heads: 1.5"),
+        ("--top-heads 1.5", "--top-heads 1.5"),
         ("--top-heads 25", "--top-heads 25"),
-        ("--top-heads 0", "--top-heads: 0"),
+        ("--top-heads 0", "--top-heads 0"),
         ("--gates x.pt", "--gates 'x.pt'"),
         ("--gates", "--gates needs"),
         ("--gates x=absent.pt", "absent.pt"),
+        ("--gates x=2x3.pt", "2 layers x 3 KV heads"),
         ("--ablation mine=x.pt", "--ablation: the name 'mine'"),
         ("--policies rkv best", "eviction policy 'best'"),
         ("--published tiny", "--published 'tiny'"),
@@ -64,8 +66,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: str, message: str) -> None:
+    HeadGates(torch.rand(2, 3)).save(tmp_path / "2x3.pt")
     with pytest.raises(ValueError, match=re.escape(message)):
-        run(inputs, tmp_path / "out", *more.split())
+        run(inputs, tmp_path / "out", *more.replace("2x3", f"{tmp_path}/2x3").split())
     assert not (tmp_path / "out").exists()
 
 
@@ -77,12 +80,6 @@ def test_head_counts() -> None:
 
 def config(**options) -> StudyConfig:
     return StudyConfig(gates=("a=b",), output_dir=Path("out"), **options)
-
-
-def test_sparsities_are_measured_as_given_and_shown_ascending() -> None:
-    given = config(sparsities=(0.6, 0, 0.2, 0.6))
-    assert given.levels("sparsities") == (0.6, 0.2)
-    assert given.ascending("sparsities") == (0.2, 0.6)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from rlkv.evaluation.metrics import (
     repetition_rate,
     sentence_redundancy,
     sign_test,
-    smallest_provable_difference,
-    strict_scores,
     unseen_interval,
     wilson_interval,
 )
@@ -49,7 +47,6 @@ def test_scores_of_problems() -> None:
     verdicts = [[True, False], [True, True], [False, False]]
     assert problem_scores(verdicts).tolist() == [0.5, 1.0, 0.0]
     assert problem_scores(verdicts, k=2).tolist() == [1.0, 1.0, 0.0]
-    assert strict_scores(verdicts).tolist() == [0.0, 1.0, 0.0]
 
 
 # --- intervals
@@ -62,15 +59,6 @@ def test_scores_of_problems() -> None:
 )
 def test_wilson_against_known_values(successes: int, n: int, low: float, high: float) -> None:
     assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_bootstrap_of_a_binary_score_agrees_with_the_binomial_distribution() -> None:
-    found = bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
-    low, high = stats.binom.ppf([0.025, 0.975], 50, 0.6) / 50
-    assert (found.mean, found.n) == (pytest.approx(0.6), 50)
-    # 10,000 resamples: a quantile may be one step of 1/50 off
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.0201)
-    assert found == bootstrap_mean([1.0] * 30 + [0.0] * 20, seed=1)
 
 
 def test_equal_scores_have_an_interval_with_width() -> None:
@@ -126,7 +114,7 @@ def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -
     second = [0] * only_first + [1] * only_second + [1, 0, 1]
     exact = stats.binomtest(only_first, only_first + only_second).pvalue
     assert paired_difference(first, second).p_value == pytest.approx(exact)
-    assert sign_test(first, second).p_value == pytest.approx(exact)
+    assert sign_test(first, second)[2] == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("n", [1, 20, 200])
@@ -142,22 +130,16 @@ def test_few_problems_without_a_change_leave_room_for_one(n: int) -> None:
 
 def test_the_sign_test_counts_signs_only() -> None:
     first, second = [0.5, 0.5, 0.25, 0.0, 1.0, 0.75], [0.75, 1.0, 0.5, 0.25, 0.0, 0.75]
-    found = sign_test(first, second)
-    assert (found.better, found.worse) == (4, 1)
-    assert found.p_value == pytest.approx(2 * (1 + 5) / 2**5)  # at most one of five: by hand
-    assert sign_test([1, 0], [1, 0]).p_value == 1.0
+    better, worse, p_value = sign_test(first, second)
+    assert (better, worse) == (4, 1)
+    assert p_value == pytest.approx(2 * (1 + 5) / 2**5)  # at most one of five: by hand
+    assert sign_test([1, 0], [1, 0]) == (0, 0, 1.0)
 
 
 @pytest.mark.parametrize("test", [paired_difference, sign_test])
 def test_other_problems_are_refused(test) -> None:
     with pytest.raises(ValueError, match="2 and 3"):
         test([0, 1], [0, 1, 1])
-
-
-def test_how_little_30_problems_prove() -> None:
-    assert stats.binomtest(6, 6).pvalue < 0.05 <= stats.binomtest(5, 5).pvalue
-    assert smallest_provable_difference(30) == pytest.approx(6 / 30)
-    assert smallest_provable_difference(5) is None
 
 
 # --- the near-lossless threshold
@@ -194,14 +176,6 @@ def test_the_interval_of_a_threshold_is_that_of_resampled_problems() -> None:
     exact = sum(np.exp(-1) / f for f in (1, 1, 2))
     assert found["support"] == pytest.approx(exact, abs=0.012)
     assert (found["sparsity"], found["low"], found["high"]) == (0.6, 0.4, 0.6)
-
-
-def test_runs_of_a_threshold_are_resampled_together() -> None:
-    full = scores(50)[0]
-    same = near_lossless(full, np.stack([full, full]), (0.2, 0.4), 0.0)
-    assert (same["low"], same["high"], same["support"]) == (0.4, 0.4, 1.0)
-    swapped = near_lossless(full, 1 - scores(50), (0.2,), 0.0)  # 50 lost, 50 gained
-    assert (swapped["sparsity"], swapped["not_excluded"]) == (0.2, wilson_interval(50, 100)[1])
 
 
 # --- repetition and error modes
