@@ -19,7 +19,7 @@ def options_of(help_text: str) -> dict[str, str]:
     Raises:
         ValueError: if groups stand side by side, as tyro prints them on a wide terminal.
     """
-    if re.search("╮ *╭", help_text):
+    if re.search("╮ *╭|-{9} +-{9}", help_text):
         raise ValueError("--help has two columns: record with COLUMNS=100")
     found: dict[str, str] = {}
     name = ""
@@ -28,7 +28,7 @@ def options_of(help_text: str) -> dict[str, str]:
         if start:
             name = start[1].replace("_", "-")
             found[name] = ""
-        if line.startswith(("╭", "╰")):
+        if line.startswith(("╭", "╰")) or not line.strip():
             name = ""  # what follows is the heading of a group
         if name:
             found[name] += " " + line.strip("│ ")
