@@ -218,8 +218,8 @@ class Rows:
 class Sample:
     """A sampled completion with its end token.
 
-    ``logprobs``: before top-k and top-p; ``version``: of its gates; ``source``: which of several
-    servers sampled it.
+    ``logprobs``: after temperature, vLLM's also after top-k and top-p; ``version``: of its gates;
+    ``source``: which of several servers sampled it.
     """
 
     token_ids: list[int]
