@@ -8,6 +8,7 @@ the chunks in a queue: one that a server owes goes back there when the server fa
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import socket
 import sys
@@ -40,6 +41,7 @@ from rlkv.utils.numbers import check_number, check_whole
 
 HEALTH_SECONDS = 5.0  # between looks at a server that has not answered yet
 SILENCE_SECONDS = 30.0  # without a byte, in either direction
+REQUEST_SECONDS = 60.0  # in which a request must have arrived
 RETRY_SECONDS = 0.5  # between a failure and the next try
 MOST_BYTES = 128 << 20  # of a request: some 18 million token ids
 
@@ -362,11 +364,19 @@ class RolloutServer(ThreadingHTTPServer):
             raise ValueError(
                 f"cannot listen at {host}:{port} ({error.strerror}): choose another --port"
             ) from error
+        self.is_local = _is_local(str(self.server_address[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print what went wrong, unless the client is gone."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class _Refused(ValueError):
@@ -380,6 +390,22 @@ class _Refused(ValueError):
 class _Handler(BaseHTTPRequestHandler):
     server: RolloutServer
     timeout = SILENCE_SECONDS  # of each read and write
+
+    def setup(self) -> None:
+        super().setup()
+        # a request that trickles in never falls silent
+        self.deadline = threading.Timer(REQUEST_SECONDS, self._end_of_request)
+        self.deadline.daemon = True
+        self.deadline.start()
+
+    def finish(self) -> None:
+        self.deadline.cancel()
+        super().finish()
+
+    def _end_of_request(self) -> None:
+        """Let whoever waits for the rest of the request read its end."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print no line per request."""
@@ -404,8 +430,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
         try:
-            if "Origin" in self.headers:
-                raise _Refused(403, "requests of web pages are not answered")
+            self._check_sender()
             if self.path != path:
                 raise _Refused(404, f"no such page: {self.path}")
             content = answer()
@@ -419,6 +444,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, content)
 
+    def _check_sender(self) -> None:
+        """Refuse web pages, and at localhost any name that a web page may have rebound to it."""
+        if "Origin" in self.headers:
+            raise _Refused(403, "requests of web pages are not answered")
+        try:
+            named = urlsplit("//" + self.headers.get("Host", "localhost")).hostname or ""
+        except ValueError:
+            named = ""
+        if self.server.is_local and not _is_local(named):
+            raise _Refused(403, "this server listens at localhost and is not known by another name")
+
     def _read_json(self) -> Any:
         """Read the body; :class:`_Refused` unless it is JSON of a declared, bounded length."""
         if self.headers.get_content_type() != "application/json":
@@ -429,6 +465,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(length) > 12 or int(length) > MOST_BYTES:
             raise _Refused(413, f"the body may have {MOST_BYTES} bytes: send fewer rows at once")
         body = self.rfile.read(int(length))
+        self.deadline.cancel()
         if len(body) < int(length):
             raise ValueError(f"the body ends after {len(body)} of {length} bytes")
         try:

@@ -399,6 +399,8 @@ POST = "POST /sample HTTP/1.1"
         (415, "application/json", [POST, LENGTH], BODY),
         (403, "web pages", [POST, "Origin: http://127.0.0.1", *JSON, LENGTH], BODY),
         (403, "web pages", ["GET /health HTTP/1.1", "Origin: null"], b""),
+        (403, "another name", [POST, "Host: rebound.example:8700", *JSON, LENGTH], BODY),
+        (403, "another name", ["GET /health HTTP/1.1", "Host: [::1"], b""),
         (411, "Content-Length", [POST, *JSON], b""),
         (411, "Content-Length", [POST, *JSON, "Transfer-Encoding: chunked"], b"0\r\n\r\n"),
         *[(411, "Content-Length", [POST, *JSON, f"Content-Length: {length}"], BODY)
@@ -424,6 +426,24 @@ def test_a_silent_client_is_left(server: RolloutServer, monkeypatch: pytest.Monk
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
             connection.sendall(part)
             assert connection.recv(1) == b""
+
+
+def test_a_request_that_trickles_in_is_ended(
+    server: RolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "REQUEST_SECONDS", 0.3)
+    asked = len(server.engine.asked)
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        with suppress(ConnectionError):  # the end may come between two bytes
+            for byte in raw("/sample", BODY):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        with suppress(ConnectionError):
+            while connection.recv(1 << 16):
+                pass
+    assert time.monotonic() - started < 0.02 * len(raw("/sample", BODY))
+    assert len(server.engine.asked) == asked
 
 
 def test_a_body_that_is_cut_off(server: RolloutServer) -> None:
