@@ -28,8 +28,8 @@ def options_of(help_text: str) -> dict[str, str]:
         if start:
             name = start[1].replace("_", "-")
             found[name] = ""
-        if line.startswith(("╭", "╰")) or not line.strip():
-            name = ""  # what follows is the heading of a group
+        if re.match(" ?[^ │]", line):
+            name = ""  # the heading of a group
         if name:
             found[name] += " " + line.strip("│ ")
     for name, text in found.items():
