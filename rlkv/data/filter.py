@@ -471,6 +471,8 @@ def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str,
     ):
         bar.resume(Counter(done[index] for index in own if index in done))
         for rows in batches(chain(unanswerable, outputs), config.batch_size or DEFAULT_BATCH):
+            # another process may have finished the shard while this one loaded the model
+            rows = [row for row in rows if row["index"] not in store.done]
             judge(rows, problems, verifier)
             store.append(*rows)
             bar.advance(Counter(row["status"] for row in rows))

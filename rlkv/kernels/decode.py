@@ -382,17 +382,3 @@ def _combine(
         peak_G = peak_new
     sum_GD = sum_GD / total_G[:, None]
     tl.store(to + one[:, None] * SIZE + size[None, :], sum_GD.to(to.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _write_one(out):
-    tl.store(out, 1)
-
-
-def launch_smallest(device: torch.device) -> None:
-    """Launch the smallest kernel; raise whatever Triton raises where it cannot."""
-    out = torch.zeros(1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _write_one[(1,)](out)
-    if out.item() != 1:
-        raise RuntimeError("a kernel wrote nothing")

@@ -102,10 +102,10 @@ def _runs_triton(device: torch.device) -> bool:
 
 def _cannot_launch(device: torch.device) -> str:
     """Return why in a line, or nothing if it can: Triton's errors have no class in common."""
-    from rlkv.kernels.decode import launch_smallest
+    from rlkv.kernels.probe import launch
 
     try:
-        launch_smallest(device)
+        launch(device)
     except Exception as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from trl import GRPOConfig
@@ -74,6 +74,15 @@ def passes(prompts: int, group: int, at_once: int) -> int:
     return number
 
 
+def check_choices(settings: Any) -> None:
+    """Raise ``ValueError`` if an option has a value that is not among its choices."""
+    for name, hint in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
 @dataclass
 class RunSettings:
     """Model, data and logging: what all finders have."""
@@ -106,6 +115,7 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_least(self, 0, "image_steps")
 
     def filter_command(self) -> str:
@@ -353,6 +363,7 @@ class GateTrainingArguments(GRPOConfig):
             self.gradient_accumulation_steps = passes(
                 self.prompts_per_step, self.num_generations or 1, at_once
             )
+        check_choices(self)
         recipe = RECIPES[self.recipe]
         if self.epsilon is None:
             self.epsilon = recipe.epsilon

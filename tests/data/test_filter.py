@@ -122,7 +122,7 @@ def test_rebucketing_decodes_nothing(tmp_path: Path, model_folder: str, recorded
     assert shard.read_bytes() == before
     with pytest.raises(ValueError, match=r"max_new_tokens.*150.*160"):
         run_filter(job(tmp_path, model_folder, recorded, max_new_tokens=160))
-    with pytest.raises(ValueError, match=r'problems.*"40 .*"10 '):
+    with pytest.raises(ValueError, match=r"problems.*'40 .*'10 "):
         run_filter(job(tmp_path, model_folder, recorded, limit=10))
 
 
