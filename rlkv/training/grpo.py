@@ -238,6 +238,8 @@ def open_engine(
         return
     from rlkv.vllm.engine import VLLMEngine
 
+    # vLLM ends any process group with its own: also the trainer's, which it then uses too
+    alone = not torch.distributed.is_initialized()
     engine = VLLMEngine(
         settings.model,
         sizes,
@@ -247,8 +249,6 @@ def open_engine(
         max_rows=settings.rollout_rows or DEFAULT_ROWS,
         enforce_eager=settings.rollout_eager,
     )
-    # vLLM ends any process group with its own: also the trainer's, which it then uses too
-    alone = not torch.distributed.is_initialized()
     with closing(engine) if alone else nullcontext():
         yield engine
 
