@@ -189,14 +189,19 @@ def take_sharding(args: Any) -> Shard | None:
                 "FSDP shards in its version 2 only: set fsdp_version: 2 in the launcher's config"
             )
         return _shard_fsdp2
-    options = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    plugin = args.deepspeed_plugin
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     args.deepspeed = args.deepspeed_plugin = None
     on_cpu = args.device.type == "cpu"
     args.distributed_state.distributed_type = (
         DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
     )
-    return lambda base, accelerator: _shard_zero3(base, accelerator, options)
+
+    def shard(base: Any, accelerator: Accelerator) -> Callable[[], None]:
+        # read after the trainer is made: as it is at the start it gives other gradients
+        return _shard_zero3(base, accelerator, plugin.deepspeed_config["zero_optimization"])
+
+    return shard
 
 
 def shard_base(model: PeftModel, accelerator: Accelerator, shard: Shard) -> Callable[[], None]:
