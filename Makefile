@@ -78,7 +78,7 @@ test-vllm: $(VLLM)/.installed
 
 test-vllm-slow: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m slow -n auto --maxprocesses 2 --dist loadgroup --durations=12 \
-		tests/vllm tests/rollout/test_killed_server.py
+		tests/vllm
 
 # torch and the other pins stay; transformers and what it pins are the newest
 $(NEWEST)/.installed: pyproject.toml constraints.txt
