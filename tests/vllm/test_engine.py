@@ -173,13 +173,14 @@ def test_rows_have_draws_of_their_own(opened: tuple[Path, VLLMEngine]) -> None:
     alone = texts(dict(engine.sample(rows.only(some), SAMPLED)))
     assert alone == [together[index] for index in some]
     assert together[0] != together[1]  # the same prompt, another row
+    assert sum(len(ids) > 1 for ids in together) > 8
     for changed in (
         engine.sample(Rows(rows.prompts, rows.numbers, 1), SAMPLED),
         engine.sample(rows, SamplingParams(40, temperature=1.0, seed=6)),
     ):
-        assert not any(
-            own == other for own, other in zip(texts(dict(changed)), together, strict=True)
-        )
+        for own, other in zip(texts(dict(changed)), together, strict=True):
+            # rows may end at their first token, and in the same end token by chance
+            assert own != other or len(own) == 1
 
 
 def test_seeds_of_rows_differ() -> None:
