@@ -23,6 +23,8 @@ FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention: torch's defa
 # one row or several, short or long, with gradients or without, in inference mode, for each model of
 # a process
 VARIANTS_COMPILED = 64
+# below 128 queries torch would take its decoding kernel, which has no form for groups of four
+FLEX_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def grouped_attention(
@@ -268,4 +270,12 @@ def flex_local_attention(
     )
     # compiled on a GPU; eager (dense, slow) elsewhere, where only the tests use it
     attend = _compiled_flex() if query.device.type == "cuda" else flex_attention
-    return attend(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)
+    return attend(
+        query,
+        key,
+        value,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=FLEX_OPTIONS,
+    )

@@ -44,7 +44,6 @@ from rlkv.vllm.paged import (
     Reads,
     Writes,
     attend_prompts,
-    cut_gaps,
     cut_step,
     mix_tokens,
     paged_local_attention,
@@ -223,6 +222,8 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         self, common: Any, prefix_R: Tensor, width: int, decoding: bool
     ) -> tuple[Tensor, Tensor]:
         """Cut the gaps out of the step's table and lengths; of decoding into permanent buffers."""
+        from rlkv.kernels.gaps import cut_gaps  # a build for CPUs has no Triton
+
         table = common.block_table_tensor
         lengths = common.seq_lens
         demand = self.gap_rules.demand

@@ -46,7 +46,7 @@ FULL_HEADS = {"sparsity 0.5": 2, "sparsity 0.9": 0}  # of 4; all in the other ca
 def rows_of(kind: type[Steps] = Steps, config: DecodeConfig = TOY) -> dict[str, dict[str, Any]]:
     contenders = kind(config, config.build_model(), 2, 128).contenders()
     take_turns(contenders, config, config.max_steps, config.seconds)
-    return {row["cache"]: row for row in step_rows(contenders, 1e-4)}
+    return {row["cache"]: row for row in step_rows(contenders, torch.float32)}
 
 
 def test_steps_hold_the_bytes_of_their_heads() -> None:
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_noted_and_the_rest_is_measured() -> None:
     contenders = Steps(TOY, TOY.build_model(), 1, 128).contenders()
     contenders[0].begin = begin
     take_turns(contenders, TOY, 1)
-    theirs, static, ours, *_ = step_rows(contenders, 1e-4)
+    theirs, static, ours, *_ = step_rows(contenders, torch.float32)
     assert theirs == {**contenders[0].facts, "note": "out of memory"}
     assert ours["speedup_over_dynamic_cache"] is None
     assert static["speedup_over_sparsity_0"] > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlkv.benchmarks.decode import ALLOWED, Steps, step_rows
+from rlkv.benchmarks.decode import Steps, step_rows
 from rlkv.benchmarks.texts import text_contender, text_row
 from rlkv.benchmarks.turns import DecodeConfig, take_turns
 from rlkv.evaluation.evaluate import parse_methods
@@ -43,7 +43,7 @@ def test_a_decode_step(llama_8b: Built, on_gpu: bool, record_property: Record) -
         for context in CONTEXTS[on_gpu]:
             contenders = Steps(config, llama_8b.model, batch, context).contenders()
             take_turns(contenders, config, config.max_steps, seconds=2.0)
-            rows = step_rows(contenders, ALLOWED[llama_8b.model.dtype])
+            rows = step_rows(contenders, llama_8b.model.dtype)
             for row, contender in zip(rows, contenders, strict=False):
                 if contender.fits:
                     row["tokens_per_s"] = 1000 * batch / row["ms_per_step"]

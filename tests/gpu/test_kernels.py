@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -195,29 +191,14 @@ REQUESTS.append((0, 0))
 SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
 
 
-@contextmanager
-def engine() -> Iterator[None]:
-    """Let a stand-in hand on Triton where vLLM is absent: the kernel takes nothing else from it."""
-    import triton
-    import triton.language
-
-    names = [] if find_spec("vllm") else ["vllm", "vllm.triton_utils"]
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
-    for module in modules.values():
-        module.triton = triton
-        module.tl = triton.language
-    with mock.patch.dict(sys.modules, modules):
-        yield
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "sink", "window"), SIZES)
 def test_gaps_are_cut_out_of_block_tables(
     block: int, sink: int, window: int, device: torch.device
 ) -> None:
     pytest.importorskip("triton")
-    with engine():
-        from rlkv.vllm.paged import cut_gaps
+    from rlkv.kernels.gaps import cut_gaps
+
     torch.manual_seed(0)
     rows = len(REQUESTS)
     columns = 5000 // block + 3

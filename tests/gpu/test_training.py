@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from peft import get_peft_model
 from torch import Tensor
@@ -24,7 +23,7 @@ from rlkv.rollout.decoding import Decoding
 from rlkv.rollout.footprint import GIB
 from rlkv.training import objective
 from rlkv.training.objective import Score, completion_logprobs
-from tests.gpu.conftest import Built
+from tests.gpu.conftest import FACTOR, Built
 
 Record = Callable[[str, Any], None]
 CHUNK = 1024  # tokens whose logits are in memory at once
@@ -32,9 +31,7 @@ START = 0.5  # of the gates
 RATE = 0.01  # by how much the first step of AdamW moves each
 LENGTHS = {False: (64, 150, 400), True: (512, 3000, 8000)}
 ROWS = 16
-# mean difference of log-probabilities, token by token or read at once: rounding in bfloat16 gives
-# about 0.02
-TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
+LEAST = 1e-4  # nats that log-probabilities may differ by, token by token or read at once
 
 
 def plain_score(base: Any) -> Score:
@@ -121,24 +118,14 @@ def test_an_update_moves_every_gate_and_nothing_else(
         assert weight.grad is None or "rlkv_gate" in name
 
 
-def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
-    llama_8b: Built,
-    device: torch.device,
-    dtype: torch.dtype,
-    on_gpu: bool,
-    record_property: Record,
-) -> None:
-    # the longest prompt is more than sink and window, which the local branch then leaves
-    tokens, longest = (200, 600) if on_gpu else (20, 100)
-    model = gated(llama_8b, on_gpu).eval()
-    generator = torch.Generator().manual_seed(0)
-    set_gates(model, torch.rand(gates_matrix(model).shape, generator=generator))
-    base = model.get_base_model()
-    vocabulary = model.config.vocab_size
-    prompts = []
-    for row in range(ROWS):  # of different lengths, so that most rows are padded on the left
-        drawn = torch.randint(0, vocabulary, (longest - 3 * row,), generator=generator)
-        prompts.append(drawn.tolist())
+def sampled_again(
+    base: Any, prompts: list[list[int]], tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Sample ``tokens`` after each prompt, and read prompt and tokens at once.
+
+    Returns tokens/s, and the mean difference of the log-probabilities.
+    """
+    vocabulary = base.config.vocab_size
     decoding = Decoding(
         base,
         SamplingParams(tokens, temperature=1.0),
@@ -149,7 +136,6 @@ def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
         logprobs=True,
     )
     seconds, sampled = timed(lambda: list(decoding.run(prompts)), device)
-    record_property("tokens/s", ROWS * tokens / seconds)
     assert [len(row.token_ids) for row in sampled] == [tokens] * ROWS
     differences = []
     for row in sampled:
@@ -157,6 +143,28 @@ def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
         with torch.no_grad():
             again = completion_logprobs(plain_score(base), ids, torch.ones_like(ids), tokens, 1)
         differences.append(float((again[0].cpu() - torch.tensor(row.logprobs)).abs().mean()))
-    difference = sum(differences) / len(differences)
+    return ROWS * tokens / seconds, sum(differences) / ROWS
+
+
+def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
+    llama_8b: Built, device: torch.device, on_gpu: bool, record_property: Record
+) -> None:
+    # the longest prompt is more than sink and window, which the local branch then leaves
+    tokens, longest = (200, 600) if on_gpu else (20, 100)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = llama_8b.model.config.vocab_size
+    prompts = []
+    for row in range(ROWS):  # of different lengths, so that most rows are padded on the left
+        drawn = torch.randint(0, vocabulary, (longest - 3 * row,), generator=generator)
+        prompts.append(drawn.tolist())
+    # what rounding makes of it without gates
+    speed, allowed = sampled_again(llama_8b.model, prompts, tokens, device)
+    record_property("tokens/s without gates", speed)
+    record_property("difference of log-probabilities without gates", allowed)
+    assert allowed < 0.2
+    model = gated(llama_8b, on_gpu).eval()
+    set_gates(model, torch.rand(gates_matrix(model).shape, generator=generator))
+    speed, difference = sampled_again(model.get_base_model(), prompts, tokens, device)
+    record_property("tokens/s", speed)
     record_property("difference of log-probabilities", difference)
-    assert difference == pytest.approx(0, abs=TOLERANCE[dtype])
+    assert difference <= max(FACTOR * allowed, LEAST)

@@ -1,9 +1,10 @@
-"""The decode kernel compiled for GPUs that are not there, by Triton and its assembler.
+"""Kernels compiled for GPUs that are not there, by Triton and its assembler.
 
     python -m tests.helpers.decode_compile
 
-prints ``compiled``, the variant, KiB of shared memory, bytes of stack per thread, and whether
-splits hand on their results in order.
+prints ``compiled``, the variant of the decode kernel, KiB of shared memory, bytes of stack per
+thread, and whether splits hand on their results in order; then ``gaps`` and the bytes of stack of
+the kernel that cuts block tables.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlkv.kernels.decode import CHANGING, _decode, tiles
+from rlkv.kernels.gaps import TILE, _cut_gaps
 
 # dtype, bytes of a number, group size, size of a head, compute capability
 VARIANTS = [
@@ -52,6 +54,18 @@ def compiled(dtype: str, itemsize: int, group: int, size: int, capability: int) 
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def compiled_gaps() -> Any:
+    """Compile the kernel that cuts gaps out of tables of blocks of 16 tokens."""
+    constants = {"BLOCK_SIZE": 16, "TILE": TILE}
+    tensors = ("table", "lengths", "starts", "prefixes", "out_table", "out_lengths")
+    signature = dict.fromkeys(_cut_gaps.arg_names, "i32")
+    signature |= dict.fromkeys(tensors, "*i32")
+    signature |= dict.fromkeys(constants, "constexpr")
+    return triton.compile(
+        ASTSource(_cut_gaps, signature, constants), target=GPUTarget("cuda", 90, 32)
+    )
+
+
 def stack(cubin: bytes) -> int:
     """Return the bytes of stack that a thread takes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -77,3 +91,4 @@ if __name__ == "__main__":
         name = "-".join(map(str, variant))
         shared = round(found.metadata.shared / 1024)
         print("compiled", name, shared, stack(found.asm["cubin"]), in_order(found.asm["ptx"]))
+    print("gaps", stack(compiled_gaps().asm["cubin"]))

@@ -8,7 +8,8 @@ import tests.helpers.interpreted  # noqa: F401
 import torch
 
 from rlkv.vllm.packing import SinkWindowDemand
-from rlkv.vllm.paged import GapRules, cut_gaps
+from rlkv.kernels.gaps import cut_gaps
+from rlkv.vllm.paged import GapRules
 from tests.helpers.gaps import without_gaps
 
 REQUESTS = [

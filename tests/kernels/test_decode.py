@@ -22,6 +22,7 @@ def test_it_equals_float64_and_a_wrong_window_shows() -> None:
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    assert printed("decode_compile", "gaps", **variables) == ["0"]
     kernels = printed("decode_compile", "compiled", **variables)
     assert len(kernels) == 3
     for kernel in kernels:
