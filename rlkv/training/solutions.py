@@ -338,23 +338,18 @@ class TraceLoss:
         for number, batch in enumerate(self.batches):
             del self._outputs[number][same:]
             if (number, heads) not in self._known:
-                self._known[number, heads] = self._measure(number)
-                self._keep(number, heads)
+                loss = self._known[number, heads] = self._measure(number)
+                seconds = time.process_time() - self._clock
+                self._clock += seconds
+                self.cpu_seconds += seconds
+                if self._store is not None:
+                    row = {"batch": number, "full": heads, "loss": loss}
+                    self._store.append({**row, "cpu_s": round(seconds, 3)})
             sums.append(self._known[number, heads])
             # what was found counts as if it had been measured: a resumed run makes the same steps
             share = len(batch.ids_BT) / self.num_traces
             self.passes += share * (1 - same / len(self.decoder.layers))
         return sums
-
-    def _keep(self, number: int, heads: str) -> None:
-        """Note the time of a measurement, and add it to the store."""
-        now = time.process_time()
-        seconds = now - self._clock
-        self._clock = now
-        self.cpu_seconds += seconds
-        if self._store is not None:
-            row = {"batch": number, "full": heads, "loss": self._known[number, heads]}
-            self._store.append({**row, "cpu_s": round(seconds, 3)})
 
     def _measure(self, number: int) -> float:
         """Return the sum over a batch; layers whose outputs are known compute nothing."""
