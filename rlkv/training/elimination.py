@@ -120,7 +120,9 @@ def eliminate_heads(
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     high = settings.elimination_sparsity
     num_removals(len(order), low, high)
-    config = run_config(settings, args, dtype, low, traces)
+    config = {name: value for name, value in asdict(settings).items() if name in READ}
+    config |= {"dtype": dtype, "low": low, "seed": args.seed, "output_dir": args.output_dir}
+    config["data_digest"] = digest([text.ids for text in traces])
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     # no measurement depends on what may change when it is resumed, but rows number the batches
     kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
@@ -135,16 +137,14 @@ def eliminate_heads(
         log = RemovalLog(run, args.run_name, seconds)
         with hard_masks(model, settings.deploy_sink, settings.deploy_window) as gated:
             loss = TraceLoss(gated, traces, settings.forward_rows, prefill, store)
-            measured, facts = eliminate(
-                loss, order, low, high, settings.elimination_budget, log.append
-            )
+            budget = settings.elimination_budget
+            measured, facts = eliminate(loss, order, low, high, budget, log.append)
             del loss  # it holds what layers returned for all solutions
             if settings.elimination_distillation and others:
                 measured, choice = choose_order(gated, others, order, measured, low, high, prefill)
                 log.add_seconds(choice["choice_cpu_seconds"])
                 facts |= choice
-    facts |= {"prefill": prefill, "traces": len(traces)}
-    facts["distillation_cpu_seconds"] = round(seconds, 3)
+    facts |= {"prefill": prefill, "traces": len(traces), "distillation_cpu_seconds": seconds}
     gates = HeadGates(
         torch.linspace(0, 1, len(order)).view(shape.num_layers, shape.num_kv_heads),
         model=shape,
@@ -157,24 +157,6 @@ def eliminate_heads(
     gates = with_order(gates, measured)
     run.export(gates, CURVES)
     return gates
-
-
-def run_config(
-    settings: RLKVSettings,
-    args: GateTrainingArguments,
-    dtype: str,
-    low: float,
-    traces: Sequence[MarkedText],
-) -> dict[str, Any]:
-    """Return the settings that define a run, JSON-able; solutions count by their digest."""
-    config = {name: value for name, value in asdict(settings).items() if name in READ}
-    return config | {
-        "dtype": dtype,
-        "low": low,
-        "seed": args.seed,
-        "output_dir": args.output_dir,
-        "data_digest": digest([text.ids for text in traces]),
-    }
 
 
 def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments) -> None:
@@ -220,7 +202,7 @@ def distilled_order(
     )
     gates = distill_traces(short, recorded, model)
     seconds = sum(record["time/step_cpu_s"] for record in read_log(folder / LOG))
-    return compression_order(gates), seconds
+    return compression_order(gates), round(seconds, 3)
 
 
 # --- lazy backward elimination
@@ -251,6 +233,7 @@ def rerank_on_traces(
     Raises:
         ValueError: for layers without full attention, or an empty span.
     """
+    num_removals(gates.alpha.numel(), low, high)
     check_head(model, traces[0].ids)
     check_layers(model)
     with hard_masks(model, gates.deploy_sink, gates.deploy_window) as gated:
@@ -283,7 +266,7 @@ def eliminate(
     high: float,
     budget: float,
     on_step: OnStep = lambda step, full_LH: None,
-) -> tuple[list[Head], dict[str, float]]:
+) -> tuple[list[Head], dict[str, Any]]:
     """Return all heads, least needed first, and what it took.
 
     The first stay those of ``order`` up to the sparsity ``low``.  Those up to ``high`` are found by
@@ -307,9 +290,9 @@ def eliminate(
         def cost_of(head: Head) -> float:
             reduced_LH = full_LH.clone()
             reduced_LH[head] = False
-            cost = loss.of(reduced_LH) - before
+            more = loss.of(reduced_LH) - before
             bar.update(int(loss.passes))
-            return cost
+            return more
 
         # the last layers first: all layers below them return what they did
         first = {head: cost_of(head) for head in sorted(left, reverse=True)}
@@ -370,12 +353,12 @@ def mean_order(first: Sequence[Head], second: Sequence[Head]) -> list[Head]:
 def choose_order(
     gated: Any,
     traces: Sequence[MarkedText],
-    distilled: Sequence[Head],
-    measured: Sequence[Head],
+    distilled: list[Head],
+    measured: list[Head],
     low: float,
     high: float,
     prefill: str,
-) -> tuple[Sequence[Head], dict[str, Any]]:
+) -> tuple[list[Head], dict[str, Any]]:
     """Return the order that :func:`best` finds on other solutions, and what is told of it.
 
     Orders are compared at a third and two thirds of the way from ``low`` to ``high``, a solution at
