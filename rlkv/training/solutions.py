@@ -327,7 +327,7 @@ class TraceLoss:
     @torch.no_grad()
     def of_batches(self, full_LH: Tensor) -> list[float]:
         """Return the sums over the solutions of each batch, shortest texts first."""
-        same = 0  # of the first layers: have the heads of the mask before
+        same = 0  # how many of the first layers have the heads of the mask before
         if self._last_LH is not None:
             differing = (self._last_LH != full_LH).any(dim=1).nonzero()
             same = int(differing[0]) if len(differing) else len(full_LH)
