@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import unescape
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,29 +159,20 @@ def html_page(text: str, folder: Path) -> str:
     """
     from markdown_it import MarkdownIt
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(text)
-    title = ""
-    sections = []
-    for token, content in pairwise(tokens):
-        words = escape("".join(child.content for child in content.children or ()))
-        if token.type == "heading_open" and token.tag == "h1":
-            title = words
-        elif token.type == "heading_open" and token.tag == "h2":
-            sections.append(words)
-            token.attrSet("id", f"section-{len(sections)}")
-    for token in tokens:
-        for child in token.children or ():
-            if child.type == "image":
-                picture = (folder / unquote(str(child.attrs["src"]))).read_bytes()
-                child.attrSet("src", f"data:image/png;base64,{base64.b64encode(picture).decode()}")
-    body = parser.renderer.render(tokens, parser.options, {})
+    def embed(image: re.Match[str]) -> str:
+        picture = (folder / unquote(unescape(image[1]))).read_bytes()
+        return f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}"'
+
+    # below, a tag is one of Markdown: those in the text are escaped
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub('<img src="([^"]*)"', embed, body)
     links = ""
-    for number, words in enumerate(sections, start=1):
+    for number, words in enumerate(re.findall("<h2>(.*)</h2>", body), start=1):
         links += f'<li><a href="#section-{number}">{words}</a></li>'
-    before, end, after = body.partition("</h1>\n")
-    navigation = f"<nav><ul>{links}</ul></nav>\n"
-    return f"{_HEAD.format(title=title)}{before}{end}{navigation}{after}</body>\n</html>\n"
+        body = body.replace("<h2>", f'<h2 id="section-{number}">', 1)
+    title, end, rest = body.partition("</h1>\n")
+    head = _HEAD.format(title=title.removeprefix("<h1>"))
+    return f"{head}{title}{end}<nav><ul>{links}</ul></nav>\n{rest}</body>\n</html>\n"
 
 
 def provenance_facts(origin: Metrics) -> list[str]:

@@ -28,7 +28,12 @@ TEMPLATE = (
     "your answer."
 )
 MAX_TRIMMED_LINES = 60
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+# language and content; a fence with a language opens a block even within one that was not closed
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
+    r"(.*?)(?:^[ \t]*```[ \t]*+(?![\w+-])[^\n]*$|(?=^[ \t]*```)|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 _PYTHON = {"python", "python3", "py"}
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
 
@@ -41,28 +46,12 @@ def extract_code(text: str) -> str | None:
     or an import and ends at the last line up to which it is valid Python.
     """
     text = after_thinking(text)
-    blocks = _blocks(text)
+    blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, {""}):
         for language, content in reversed(blocks):
-            if language in languages and content.strip():
-                return content
+            if language.lower() in languages and content.strip():
+                return str(content)
     return None if blocks else _plain_code(text)
-
-
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return (language, content) of every fenced block, in order."""
-    found: list[tuple[str, str]] = []
-    opened: tuple[str, int] | None = None
-    for fence in _FENCE.finditer(text):
-        language = fence.group(1).lower()
-        # a fence with a language opens a block even within one that was not closed
-        begins = opened is None or language
-        if opened is not None:
-            found.append((opened[0], text[opened[1] : fence.start()]))
-        opened = (language, fence.end() + 1) if begins else None
-    if opened is not None:
-        found.append((opened[0], text[opened[1] :]))
-    return found
 
 
 def _plain_code(text: str) -> str | None:
