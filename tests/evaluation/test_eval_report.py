@@ -207,6 +207,7 @@ def test_every_published_number_is_plausible_and_names_its_source() -> None:
     content = published_tables()
     for table in content["tables"]:
         assert all(content["sources"][table["source"]].values())
+        assert table["unit"]
         most = 100 if table["metric"] == "accuracy" else 1e6
         for methods in table["rows"].values():
             for values in methods.values():

@@ -139,6 +139,7 @@ def gpqa_row(number: int, **more: Any) -> dict[str, Any]:
 
 def test_gpqa_shuffles_its_options_by_the_question(load: Load) -> None:
     problems = load("gpqa_diamond", *map(gpqa_row, range(40)))
+    assert {problem.answer for problem in problems} == set("ABCD")
     for problem in problems:
         options = problem.meta["options"]
         assert sorted(options) == ["right", "wrong 1", "wrong 2", "wrong 3"]
