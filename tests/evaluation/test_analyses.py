@@ -16,7 +16,8 @@ from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.analyses import ANALYSES, conditions, cost_metrics, cost_text
-from rlkv.evaluation.study import kv_share, load_study
+from rlkv.evaluation.measurements import Texts
+from rlkv.evaluation.study import load_study
 from rlkv.evaluation.text_analyses import both_right, mode_shares
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
@@ -99,21 +100,16 @@ def numbers(study: Path, analysis: str) -> dict[str, Any]:
 
 def test_every_allocation_is_measured_once(study: Path) -> None:
     found = results(study)["conditions"]
-    names = {tuple(condition["requested_as"]) for condition in found}
-    assert ("mine @ 0.5", "mine, 4+16 @ 0.5") in names  # both seeds and three analyses request it
-    assert ("other <b> @ 0.5", "variant @ 0.5") in names
-    only_matched = []
-    for condition in found:
-        if all(name.endswith("30% saved") for name in condition["requested_as"]):
-            only_matched.append(condition)
+    names = [condition["requested_as"] for condition in found]
+    # both seeds and three analyses request it
+    assert ["mine @ 0.5", "mine, 4+16 @ 0.5"] in names
+    assert ["other <b> @ 0.5", "variant @ 0.5"] in names
+    only_matched = [of for of in names if all(name.endswith("30% saved") for name in of)]
     # full, mine, other = variant, oracle, two draws; as many without the top heads; two sizes;
     # methods at matched bytes
     assert len(found) == 6 + 5 + 2 + len(only_matched)
     assert len(list((study / "rows").glob("*.jsonl"))) == len(found)
-    drawn = []
-    for condition in found:
-        if any(name.startswith("random heads") for name in condition["requested_as"]):
-            drawn.append(condition["part"])
+    drawn = [of["part"] for of in found if of["requested_as"][0].startswith("random heads")]
     assert drawn == [[0, 2], [1, 2]] * 3  # at 0.5, without the top heads, at matched bytes
     assert list(results(study)["analyses"]) == list(ANALYSES)
 
@@ -130,26 +126,25 @@ def test_methods_at_matched_bytes(study: Path, problems: list[dict[str, Any]]) -
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     prompt_tokens = list(map(len, tokenizer(prompts, add_special_tokens=False).input_ids))
 
-    def lengths(name: str) -> list[tuple[int, int]]:
+    def texts(name: str) -> Texts:
         lines = (study / "rows" / measured[name]["rows"]).read_text().splitlines()
         tokens = {row["key"]: len(row["token_ids"]) for row in map(json.loads, lines)}
-        return [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
+        lengths = [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
+        return Texts(lengths, EntrySize.of(model), CACHE)
 
-    size = EntrySize.of(model)
     for name in ("mine + rkv", "rkv (prompt kept)", "mine + sinks + window"):
         condition = measured[f"{name}, 30% saved"]
         heads = torch.tensor(condition["full_heads"], dtype=torch.bool)
-        fields = dict(condition["policy"] or {})
-        policy = make_policy(fields.pop("name"), **fields) if fields else None
-        cache = CacheSettings(4, 16, "full", policy)
+        policy = make_policy(**condition["policy"]) if condition["policy"] else None
         # on the texts of the full cache: at most what was asked for, and not much less
-        assert 0.6 < kv_share(cache, heads, size, lengths("full cache")) <= 0.7
+        assert 0.6 < texts("full cache").held(policy, heads) <= 0.7
+        cache = CACHE.with_policy(policy)
         _, correct = decode(model, tokenizer, problems, HeadAllocation(heads), cache, TOKENS)
         assert found[name]["accuracy"]["mean"] == sum(correct) / NUM_PROBLEMS
-        own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
+        own = texts(f"{name}, 30% saved").held(policy, heads)
         assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
     fixed = measured["rkv, fixed budget, 30% saved"]
-    assert fixed["planned"] == [tokens for _, tokens in lengths("full cache")]
+    assert fixed["planned"] == [tokens for _, tokens in texts("full cache").lengths]
     none_full = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
     policy = make_policy(**fixed["policy"])
     right = []
@@ -189,13 +184,13 @@ def test_draws_share_the_problems(
 ) -> None:
     loaded = load_study(config_of(inputs, study))  # rows are there already
     random = loaded.rankings[-1]
-    loaded.measurements.measure("again", conditions(loaded, ["sweep"]))
+    loaded.measure("again", conditions(loaded, ["sweep"]))
     model, tokenizer = tiny.load()
     allocations = random.allocations(0.5)
-    (joined,) = loaded.measurements.outcomes(loaded.seeds("tiny", random, allocations))
+    (joined,) = loaded.runs("tiny", random, 0.5)
     for i, problem in enumerate(problems):
         (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CACHE, TOKENS)
-        assert joined.tokens[i].tolist() == list(text.token_ids)
+        assert joined.answers[i].tokens.tolist() == list(text.token_ids)
         assert joined.correct[i] == correct[0]
     sweep = numbers(study, "sweep")["methods"]["random heads"][0]
     assert (sweep["n"], sweep["draws"]) == (NUM_PROBLEMS, 2)
@@ -241,7 +236,8 @@ def test_the_report_is_whole(study: Path) -> None:
     assert len(re.findall("<img ", page)) == len(list(study.glob("*.png"))) == 8
     for picture in study.glob("*.png"):
         assert f"(<{picture.name}>)" in text
-    for word in ("torch", "cores", "2 seeds, 1 set of heads", *ANALYSES.values()):
+    titles = [title for title, _ in ANALYSES.values()]
+    for word in ("torch", "cores", "2 seeds, 1 set of heads", *titles):
         assert word in text
         assert word in page
     accuracy = numbers(study, "sweep")["methods"]["mine"][0]["mean"]
