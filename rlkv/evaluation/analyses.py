@@ -1,16 +1,15 @@
-"""A study from its options to its report: what each analysis measures, and what it makes of it.
+"""A study from its options to its report, and what the analyses make of what was measured.
 
-An analysis is a row of :data:`ANALYSES`.  :func:`conditions` says what it needs, which the study
-measures and stores; a function of the study, one of its tasks and a page then reads the outcomes,
-adds tables and plots to the page, and returns the same numbers for ``results.json``.  How to read
-the tables: docs/evaluate.md.
+The functions in :data:`REPORTS` read outcomes from the study, which has measured what its method
+:meth:`~rlkv.evaluation.study.Study.requests` names for them.  They add tables and plots to a page
+and return the same numbers for ``results.json``.  How to read the tables: docs/evaluate.md.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain, product
 from pathlib import Path
@@ -21,7 +20,6 @@ import numpy as np
 
 from rlkv.evaluation.eval_report import find_published, write_published
 from rlkv.evaluation.measurements import (
-    Condition,
     Ranking,
     accuracy_of,
     agreement,
@@ -48,7 +46,7 @@ from rlkv.evaluation.report import (
     plot_heat_maps,
     provenance_facts,
 )
-from rlkv.evaluation.study import Study, StudyConfig, load_study
+from rlkv.evaluation.study import ANALYSES, Study, StudyConfig, load_study
 from rlkv.evaluation.text_analyses import budget, lengths, modes
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_log, write_json
@@ -73,12 +71,10 @@ def run_study(config: StudyConfig) -> None:
     folder = config.output_dir
     check_results(folder, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
     check_results(folder, "measured.json", (), ("conditions",))
-    analyses = choose_analyses(config)
     study = load_study(config)
     # the full cache first: matched budgets need its texts
-    full = [(FULL_CACHE, study.full_condition(task)) for task in study.tasks]
-    study.measure(FULL_CACHE, full)
-    study.measure("conditions", conditions(study, analyses))
+    study.measure(FULL_CACHE, study.full_requests())
+    study.measure("conditions", study.requests(config.chosen_analyses))
     measured = study.describe()
     if config.measure_only:
         write_json(folder / "measured.json", {"conditions": measured, **provenance()})
@@ -86,14 +82,9 @@ def run_study(config: StudyConfig) -> None:
     title = f"Study of KV heads: {ModelShape.from_config(study.model.config).model_id}"
     page = Page(title)
     metrics: dict[str, Metrics] = {}
-    for name in analyses:
-        heading, report = ANALYSES[name]
-        page.heading(heading)
-        if name == "gates":
-            metrics[name] = report(study, page)
-        else:
-            by_task = {task: report(study, task, page) for task in study.tasks}
-            metrics[name] = {**settings(study, name), "tasks": by_task}
+    for name in config.chosen_analyses:
+        page.heading(ANALYSES[name])
+        metrics[name] = REPORTS[name](study, page)
     content = {
         **origin_of(study),
         **provenance(),
@@ -113,82 +104,6 @@ def run_study(config: StudyConfig) -> None:
             write_sweep_table(study, task, table, numbers)
         table.bullets(provenance_facts(content))
         table.write(folder / "table.md")
-
-
-def choose_analyses(config: StudyConfig) -> list[str]:
-    """Return the requested analyses, or all that can be done, in the order of the report."""
-    for name in config.analyses:
-        if name not in ANALYSES:
-            raise ValueError(
-                f"--analyses: there is no analysis {name!r}: choose from {', '.join(ANALYSES)}"
-            )
-    if "ablations" in config.analyses and not config.ablation:
-        raise ValueError(
-            "--analyses names ablations, but there are no gates for them: add --ablation NAME=FILE"
-        )
-    names = config.analyses or [name for name in ANALYSES if config.ablation or name != "ablations"]
-    return [name for name in ANALYSES if name in names]
-
-
-def conditions(study: Study, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
-    """Yield what the analyses need, with a label, in the order in which it is measured."""
-    config = study.config
-    swept = config.levels("sparsities")
-    if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
-        yield from _at_sparsities(study, study.rankings, swept)
-    if "sweep" in analyses:
-        for sparsity, sizes, task in product(swept, config.parsed_sizes, study.tasks):
-            for condition in study.sized(task, sizes, sparsity):
-                yield f"{study.first.name}, {sizes} @ {sparsity:g}", condition
-    if "comparison" in analyses:
-        yield from _at_sparsities(study, study.rankings, config.levels("compare_at"))
-    if "sensitivity" in analyses:
-        for ranking, task, heads in product(study.rankings, study.tasks, study.top_heads):
-            for condition in study.seeds(task, ranking, ranking.without_top(heads)):
-                yield f"{ranking.name}, top {heads} gone", condition
-    if "budget" in analyses:
-        for match in chain.from_iterable(map(study.matches, study.tasks)):
-            for condition in match.conditions:
-                yield f"{match.method}, {match.saved:.0%} saved", condition
-    if "ablations" in analyses:
-        yield from _at_sparsities(study, study.variants, config.levels("ablate_at"))
-
-
-def _at_sparsities(
-    study: Study, rankings: Iterable[Ranking], sparsities: Iterable[float]
-) -> Iterator[tuple[str, Condition]]:
-    """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
-    for sparsity, ranking, task in product(sparsities, rankings, study.tasks):
-        for condition in study.seeds(task, ranking, ranking.allocations(sparsity)):
-            yield f"{ranking.name} @ {sparsity:g}", condition
-
-
-def settings(study: Study, analysis: str) -> Metrics:
-    """Return what all tasks of an analysis have in common, for ``results.json``."""
-    config = study.config
-    found: Metrics = {"first": study.first.name}
-    if analysis in ("sweep", "threshold", "sensitivity", "modes", "lengths"):
-        found["sparsities"] = list(study.sparsities)
-    if analysis in ("sweep", "comparison"):
-        found["costs"] = {of.name: cost_metrics(of) for of in study.rankings if of.files}
-    if analysis == "sweep":
-        found["published"] = study.published
-    elif analysis == "threshold":
-        found["margin"] = config.margin
-    elif analysis == "sensitivity":
-        found["top_heads"] = list(study.top_heads)
-        found["total_heads"] = study.first.num_heads
-    elif analysis == "modes":
-        found["rule"] = asdict(config.rule)
-    elif analysis == "budget":
-        found["savings"] = list(config.levels("savings"))
-        found["policies"] = list(config.policies)
-        for name in ("head_share", "buffer", "observation", "extra"):
-            found[name] = getattr(config, name)
-    elif analysis == "ablations":
-        found["sparsities"] = list(config.ascending("ablate_at"))
-        found["costs"] = {variant.name: cost_metrics(variant) for variant in study.variants}
-    return found
 
 
 def origin_of(study: Study) -> dict[str, Any]:
@@ -479,7 +394,7 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
     sparsities = study.config.ascending("ablate_at")
     numbers: dict[str, list[Metrics]] = {}
     rows = []
-    for variant in study.variants:
+    for variant in (first, *study.ablations):
         numbers[variant.name] = []
         cells = []
         for sparsity in sparsities:
@@ -540,18 +455,56 @@ def cost_text(metrics: Metrics) -> str:
     return " + ".join(parts)
 
 
-# --- all of them, in the order of the report
+# --- all of them
 
 
-# titles and functions; the gates are those of all tasks
-ANALYSES: dict[str, tuple[str, Callable[..., Metrics]]] = {
-    "sweep": ("Accuracy against sparsity", sweep),
-    "comparison": ("Paired comparison", comparison),
-    "threshold": ("Near-lossless sparsity", threshold),
-    "sensitivity": ("Head sensitivity", sensitivity),
-    "modes": ("Error modes", modes),
-    "lengths": ("Lengths and repetition", lengths),
-    "budget": ("Eviction at matched bytes", budget),
-    "gates": ("Gates", gates),
-    "ablations": ("Training ablations", ablations),
+def by_task(report: Callable[[Study, str, Page], Metrics]) -> Callable[[Study, Page], Metrics]:
+    """Make a report of all tasks, one after the other, and of what they have in common."""
+
+    def report_all(study: Study, page: Page) -> Metrics:
+        tasks = {task: report(study, task, page) for task in study.tasks}
+        return {**settings_of(study, report.__name__), "tasks": tasks}
+
+    return report_all
+
+
+def settings_of(study: Study, analysis: str) -> Metrics:
+    """Return what all tasks of an analysis have in common, for ``results.json``."""
+    config = study.config
+    found: Metrics = {"first": study.first.name}
+    if analysis in ("sweep", "threshold", "sensitivity", "modes", "lengths"):
+        found["sparsities"] = list(study.sparsities)
+    if analysis in ("sweep", "comparison"):
+        found["costs"] = {of.name: cost_metrics(of) for of in study.rankings if of.files}
+    if analysis == "sweep":
+        found["published"] = study.published
+    elif analysis == "threshold":
+        found["margin"] = config.margin
+    elif analysis == "sensitivity":
+        found["top_heads"] = list(study.top_heads)
+        found["total_heads"] = study.first.num_heads
+    elif analysis == "modes":
+        found["rule"] = asdict(config.rule)
+    elif analysis == "budget":
+        found["savings"] = list(config.levels("savings"))
+        found["policies"] = list(config.policies)
+        for name in ("head_share", "buffer", "observation", "extra"):
+            found[name] = getattr(config, name)
+    elif analysis == "ablations":
+        found["sparsities"] = list(config.ascending("ablate_at"))
+        variants = (study.first, *study.ablations)
+        found["costs"] = {variant.name: cost_metrics(variant) for variant in variants}
+    return found
+
+
+REPORTS = {
+    "sweep": by_task(sweep),
+    "comparison": by_task(comparison),
+    "threshold": by_task(threshold),
+    "sensitivity": by_task(sensitivity),
+    "modes": by_task(modes),
+    "lengths": by_task(lengths),
+    "budget": by_task(budget),
+    "gates": gates,
+    "ablations": by_task(ablations),
 }

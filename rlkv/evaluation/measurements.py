@@ -25,7 +25,6 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
-from rlkv.evaluation.runner import Problem
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
@@ -215,11 +214,6 @@ class Condition:
         if self.allocation.num_compressible == 0:
             for name in ("policy", "planned", "sizes"):  # nothing to evict from
                 object.__setattr__(self, name, None)
-
-    def share_of(self, problems: list[Problem]) -> list[Problem]:
-        """Return those of the task's ``problems`` that are decoded."""
-        first, step = self.part or (0, 1)
-        return problems[first::step]
 
     @property
     def key(self) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +39,7 @@ from rlkv.evaluation.measurements import (
     reference_rankings,
     split_heads,
 )
+from rlkv.evaluation.report import FULL_CACHE
 from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
@@ -58,6 +59,19 @@ POLL_SECONDS = 2.0  # between two looks at a condition that another process meas
 FEW_HEADS = 64
 NUMBERS = (1, 2, 3, 4, 6, 8)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
+
+# titles by name, in the order of the report
+ANALYSES = {
+    "sweep": "Accuracy against sparsity",
+    "comparison": "Paired comparison",
+    "threshold": "Near-lossless sparsity",
+    "sensitivity": "Head sensitivity",
+    "modes": "Error modes",
+    "lengths": "Lengths and repetition",
+    "budget": "Eviction at matched bytes",
+    "gates": "Gates",
+    "ablations": "Training ablations",
+}
 
 # --- options
 
@@ -152,6 +166,25 @@ class StudyConfig(TaskOptions):
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = (self.gates_files, self.ablation_files, self.parsed_sizes)
+        for analysis in self.analyses:
+            if analysis not in ANALYSES:
+                raise ValueError(
+                    f"--analyses: there is no analysis {analysis!r}: choose from "
+                    f"{', '.join(ANALYSES)}"
+                )
+        if "ablations" in self.analyses and not self.ablation:
+            raise ValueError(
+                "--analyses names ablations, but there are no gates for them: add --ablation "
+                "NAME=FILE"
+            )
+
+    @property
+    def chosen_analyses(self) -> list[str]:
+        """Return the requested analyses, or all that can be done, in the order of the report."""
+        chosen = self.analyses or ANALYSES
+        if not self.ablation:
+            chosen = [name for name in chosen if name != "ablations"]
+        return [name for name in ANALYSES if name in chosen]
 
     def levels(self, name: str) -> tuple[float, ...]:
         """Return the values above 0 of a field, each once, in the order given."""
@@ -229,11 +262,6 @@ class Study:
         return self.rankings[0]
 
     @property
-    def variants(self) -> tuple[Ranking, ...]:
-        """Return the first ranking and its ablations."""
-        return (self.first, *self.ablations)
-
-    @property
     def tasks(self) -> list[str]:
         return list(self.problems)
 
@@ -252,7 +280,7 @@ class Study:
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
         waiting = deque(condition for condition in self.labels if condition not in self.outcomes)
-        total = sum(len(of.share_of(self.problems[of.task])) for of in waiting)
+        total = sum(len(self._share_of(condition)) for condition in waiting)
         in_use = 0  # conditions in a row that other processes are at
         with progress_bar(title, "problems", total) as bar:
             while waiting:
@@ -267,6 +295,10 @@ class Study:
                     continue
                 in_use = 0
 
+    def _share_of(self, condition: Condition) -> list[Problem]:
+        first, step = condition.part or (0, 1)
+        return self.problems[condition.task][first::step]
+
     def _decode(self, condition: Condition, bar: ProgressBar) -> Outcome:
         task = condition.task
         title = f"{task}: {self.labels[condition][0]}"
@@ -280,7 +312,7 @@ class Study:
         rows = run_method(
             self.model,
             self.tokenizer,
-            condition.share_of(self.problems[task]),
+            self._share_of(condition),
             condition.allocation,
             replace(self.settings[task], cache=cache, planned=condition.planned),
             self.config.output_dir / "rows" / f"rows-{condition.key}.jsonl",
@@ -305,6 +337,44 @@ class Study:
             }
             found.append(described)
         return found
+
+    # what analyses need
+
+    def full_requests(self) -> list[tuple[str, Condition]]:
+        """Return the full cache on every task, with its label."""
+        return [(FULL_CACHE, self.full_condition(task)) for task in self.tasks]
+
+    def requests(self, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
+        """Yield what the analyses need, with a label, in the order in which it is measured."""
+        config = self.config
+        swept = config.levels("sparsities")
+        if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
+            yield from self._at_sparsities(self.rankings, swept)
+        if "sweep" in analyses:
+            for sparsity, sizes, task in product(swept, config.parsed_sizes, self.tasks):
+                for condition in self.sized(task, sizes, sparsity):
+                    yield f"{self.first.name}, {sizes} @ {sparsity:g}", condition
+        if "comparison" in analyses:
+            yield from self._at_sparsities(self.rankings, config.levels("compare_at"))
+        if "sensitivity" in analyses:
+            for ranking, task, heads in product(self.rankings, self.tasks, self.top_heads):
+                for condition in self.seeds(task, ranking, ranking.without_top(heads)):
+                    yield f"{ranking.name}, top {heads} gone", condition
+        if "budget" in analyses:
+            for match in chain.from_iterable(map(self.matches, self.tasks)):
+                for condition in match.conditions:
+                    yield f"{match.method}, {match.saved:.0%} saved", condition
+        if "ablations" in analyses:
+            variants = (self.first, *self.ablations)
+            yield from self._at_sparsities(variants, config.levels("ablate_at"))
+
+    def _at_sparsities(
+        self, rankings: Sequence[Ranking], sparsities: Sequence[float]
+    ) -> Iterator[tuple[str, Condition]]:
+        """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
+        for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
+            for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
+                yield f"{ranking.name} @ {sparsity:g}", condition
 
     # conditions of a task, and their outcomes
 
@@ -385,9 +455,8 @@ def load_study(config: StudyConfig) -> Study:
     ablations = gates_rankings(config.ablation_files)
     every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
     cache = config.cache_settings({"first": every_gates[0]})
-    if config.extra is None:
-        config = replace(config, extra=default_extra(config, cache))
-    policies = policy_templates(config, cache.sink)
+    extra, policies = policy_templates(config, cache)
+    config = replace(config, extra=extra)
     loaded = config.problems(config.chosen_template(every_gates))
     model, tokenizer = config.load()
     for gates in every_gates:
@@ -434,41 +503,39 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
     return tuple(sorted(number for number in found if values or number < total))
 
 
-def policy_templates(config: StudyConfig, sink: int) -> dict[str, EvictionPolicy]:
-    """Return policies of the same sizes, by the names that they have in a table.
+def policy_templates(
+    config: StudyConfig, cache: CacheSettings
+) -> tuple[int, dict[str, EvictionPolicy]]:
+    """Return the ``extra`` of all policies, and these by the names that they have in a table.
 
-    A matching sets their budgets.  A policy that by default compacts at every token, observes one
-    or keeps no sinks stays so.  With ``prompt_variants`` each policy also comes with the other
+    The default of ``extra``: sinks + window, or what one of the policies always keeps where that is
+    more.  A matching sets the budgets.  A policy that by default compacts at every token, observes
+    one or keeps no sinks stays so.  With ``prompt_variants`` each policy also comes with the other
     choice of ``protect_prompt``.
     """
-    assert config.extra is not None
+    by_default = {name: make_policy(name, budget=4096) for name in config.policies}
+    extra = config.extra
+    if extra is None:
+        extra = cache.sink + cache.window
+        for default in by_default.values():
+            observed = default.observation if config.observation is None else config.observation
+            extra = max(extra, (cache.sink if default.sink else 0) + observed)
     found = {}
-    for name in config.policies:
-        sizes: dict[str, Any] = {"ratio": 0.0, "extra": config.extra}
-        defaults = make_policy(name, budget=4096)
-        if defaults.buffer > 1 and config.buffer is not None:
+    for name, default in by_default.items():
+        sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
+        if default.buffer > 1 and config.buffer is not None:
             sizes["buffer"] = config.buffer
-        observes = defaults.observation > 1 and defaults.uses_queries
+        observes = default.observation > 1 and default.uses_queries
         if observes and config.observation is not None:
-            sizes["R" if hasattr(defaults, "R") else "observation"] = config.observation
-        if defaults.sink:
-            sizes["sink"] = min(sink, config.extra - 1)
+            sizes["R" if hasattr(default, "R") else "observation"] = config.observation
+        if default.sink:
+            sizes["sink"] = min(cache.sink, extra - 1)
         policy = make_policy(name, **sizes)
         found[name] = policy
         if config.prompt_variants:
             other = replace(policy, protect_prompt=not policy.protect_prompt)
             found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
-    return found
-
-
-def default_extra(config: StudyConfig, cache: CacheSettings) -> int:
-    """Return sinks + window, or what one of the policies always keeps where that is more."""
-    most = cache.sink + cache.window
-    for name in config.policies:
-        policy = make_policy(name, budget=4096)
-        observed = policy.observation if config.observation is None else config.observation
-        most = max(most, (cache.sink if policy.sink else 0) + observed)
-    return most
+    return extra, found
 
 
 # --- the same bytes

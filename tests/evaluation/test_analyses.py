@@ -15,9 +15,9 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.analyses import ANALYSES, conditions, cost_metrics, cost_text
+from rlkv.evaluation.analyses import cost_metrics, cost_text
 from rlkv.evaluation.measurements import Texts
-from rlkv.evaluation.study import load_study
+from rlkv.evaluation.study import ANALYSES, load_study
 from rlkv.evaluation.text_analyses import both_right, mode_shares
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
@@ -184,7 +184,7 @@ def test_draws_share_the_problems(
 ) -> None:
     loaded = load_study(config_of(inputs, study))  # rows are there already
     random = loaded.rankings[-1]
-    loaded.measure("again", conditions(loaded, ["sweep"]))
+    loaded.measure("again", loaded.requests(["sweep"]))
     model, tokenizer = tiny.load()
     allocations = random.allocations(0.5)
     (joined,) = loaded.runs("tiny", random, 0.5)
@@ -206,7 +206,7 @@ def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path)
     assert parts == [(i, NUM_PROBLEMS) for i in range(NUM_PROBLEMS)]  # not more than problems
     (same,) = loaded.seeds("tiny", random, random.allocations(1.0))  # all have the same heads
     assert same.part is None
-    names = dict.fromkeys(name for name, _ in conditions(loaded, ["sweep"]))
+    names = dict.fromkeys(name for name, _ in loaded.requests(["sweep"]))
     assert [name.split(" @ ")[1] for name in names] == ["0.5"] * 4 + ["0.2"] * 4
 
 
@@ -236,8 +236,7 @@ def test_the_report_is_whole(study: Path) -> None:
     assert len(re.findall("<img ", page)) == len(list(study.glob("*.png"))) == 8
     for picture in study.glob("*.png"):
         assert f"(<{picture.name}>)" in text
-    titles = [title for title, _ in ANALYSES.values()]
-    for word in ("torch", "cores", "2 seeds, 1 set of heads", *titles):
+    for word in ("torch", "cores", "2 seeds, 1 set of heads", *ANALYSES.values()):
         assert word in text
         assert word in page
     accuracy = numbers(study, "sweep")["methods"]["mine"][0]["mean"]

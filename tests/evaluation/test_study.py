@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from rlkv.evaluation.measurements import Condition
 from rlkv.evaluation.runner import KEY
 from rlkv.evaluation.study import (
     StudyConfig,
-    default_extra,
     load_study,
     policy_templates,
     top_heads,
@@ -88,12 +86,13 @@ def config(**options) -> StudyConfig:
 )
 def test_what_policies_keep_always_fits(policies, observation, extra: int) -> None:
     given = config(policies=policies, observation=observation, prompt_variants=False)
-    assert default_extra(given, CACHE) == extra
-    assert set(policy_templates(replace(given, extra=extra), sink=4)) == set(policies)
+    found, templates = policy_templates(given, CACHE)
+    assert found == extra
+    assert set(templates) == set(policies)
 
 
 def test_policies_come_with_the_other_treatment_of_the_prompt() -> None:
-    found = policy_templates(config(policies=("rkv", "random"), extra=20), sink=4)
+    _, found = policy_templates(config(policies=("rkv", "random"), extra=20), CACHE)
     kept = {name: policy.protect_prompt for name, policy in found.items()}
     assert kept == {
         "rkv": False,
