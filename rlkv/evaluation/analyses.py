@@ -463,6 +463,7 @@ def by_task(report: Callable[[Study, str, Page], Metrics]) -> Callable[[Study, P
 
     def report_all(study: Study, page: Page) -> Metrics:
         tasks = {task: report(study, task, page) for task in study.tasks}
+        # a report is called as its analysis
         return {**settings_of(study, report.__name__), "tasks": tasks}
 
     return report_all

@@ -1,4 +1,4 @@
-"""What a study measures: conditions, their outcomes over seeds, and rankings of heads.
+"""Conditions of a study, their outcomes over seeds, and rankings of heads.
 
 Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Random
 draws share the problems: each decodes a part of them, and the parts are joined into one outcome.
@@ -168,7 +168,7 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
 
 
 class Sizes(NamedTuple):
-    """What compressible heads keep without a policy, as in :class:`rlkv.cache.CacheSettings`."""
+    """Sizes of compressible heads without a policy, as in :class:`rlkv.cache.CacheSettings`."""
 
     sink: int
     window: int
@@ -305,7 +305,7 @@ def gates_rankings(files: dict[str, list[str]]) -> list[Ranking]:
 
 
 class GroundTruth(NamedTuple):
-    """What was measured of a model's heads, one after the other and each alone.
+    """Measured need of a model's heads, one after the other and each alone.
 
     Attributes:
         elimination: (layer, head) of every head, first the one that can go first.

@@ -181,10 +181,8 @@ class StudyConfig(TaskOptions):
     @property
     def chosen_analyses(self) -> list[str]:
         """Return the requested analyses, or all that can be done, in the order of the report."""
-        chosen = self.analyses or ANALYSES
-        if not self.ablation:
-            chosen = [name for name in chosen if name != "ablations"]
-        return [name for name in ANALYSES if name in chosen]
+        possible = [name for name in ANALYSES if self.ablation or name != "ablations"]
+        return [name for name in possible if name in (self.analyses or possible)]
 
     def levels(self, name: str) -> tuple[float, ...]:
         """Return the values above 0 of a field, each once, in the order given."""
@@ -553,15 +551,26 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     config = study.config
     first = study.first
     texts = study.full_texts(task)
+    lengths = tuple(tokens for _, tokens in texts.lengths)
     none_full = torch.zeros(first.shape, dtype=torch.bool)
+
+    def evicting(
+        share: float, template: EvictionPolicy, full: Tensor | None, fixed: bool = False
+    ) -> list[Condition]:
+        if full is None:
+            return []
+        policy = texts.match_ratio(share, template, full, fixed)
+        if policy is None:
+            return []
+        return [Condition(task, HeadAllocation(full), policy, lengths if fixed else None)]
+
     found = []
     for saved in config.levels("savings"):
         share = 1 - saved
         for name, template in study.policies.items():
-            conditions = _evicting(task, texts, share, template, none_full)
-            found.append(Match(name, "", saved, conditions))
+            found.append(Match(name, "", saved, evicting(share, template, none_full)))
             if config.fixed_budgets and name in config.policies:
-                conditions = _evicting(task, texts, share, template, none_full, fixed=True)
+                conditions = evicting(share, template, none_full, fixed=True)
                 found.append(Match(f"{name}, {FIXED}", "", saved, conditions))
         for ranking in study.rankings:
             orders = ranking.orders if ranking.drawn else ranking.orders[:1]
@@ -571,21 +580,6 @@ def matched_methods(study: Study, task: str) -> list[Match]:
             found.append(Match(f"{ranking.name} + sinks + window", ranking.name, saved, conditions))
         split = split_heads(first.orders[0], share, config.head_share, first.shape)
         for name, template in study.policies.items():
-            conditions = [] if split is None else _evicting(task, texts, share, template, split)
+            conditions = evicting(share, template, split)
             found.append(Match(f"{first.name} + {name}", first.name, saved, conditions))
     return found
-
-
-def _evicting(
-    task: str,
-    texts: Texts,
-    share: float,
-    template: EvictionPolicy,
-    full: Tensor,
-    fixed: bool = False,
-) -> list[Condition]:
-    policy = texts.match_ratio(share, template, full, fixed)
-    if policy is None:
-        return []
-    planned = tuple(tokens for _, tokens in texts.lengths) if fixed else None
-    return [Condition(task, HeadAllocation(full), policy, planned)]

@@ -160,16 +160,11 @@ def test_a_sweep_is_what_plain_decoding_gives(
 ) -> None:
     model, tokenizer = tiny.load()
     allocation = HeadAllocation.from_gates(HeadGates.load(inputs / "a" / "gates.pt"), 0.5)
+    protected = CacheSettings(0, 8, protect_prompt=True)
+    sizes = {"4+16": CACHE, "4+8": CacheSettings(4, 8), "prompt+8": protected}
     sweep = numbers(study, "sweep")
-    found = {"4+16": sweep["methods"]["mine"][0]}
-    for name in ("4+8", "prompt+8", "4+16"):
-        found[name] = sweep["sizes"][f"mine, {name}"][0]
+    found = {name: sweep["sizes"][f"mine, {name}"][0] for name in sizes}
     assert found["4+16"]["mean"] == sweep["methods"]["mine"][0]["mean"]
-    sizes = {
-        "4+16": CACHE,
-        "4+8": CacheSettings(4, 8),
-        "prompt+8": CacheSettings(0, 8, protect_prompt=True),
-    }
     for name, cache in sizes.items():
         _, correct = decode(model, tokenizer, problems, allocation, cache, TOKENS)
         assert found[name]["mean"] == sum(correct) / NUM_PROBLEMS
