@@ -1,15 +1,15 @@
-"""The nine analyses of a study, and the report that they make.
+"""A study from its options to its report, and what the analyses make of what was measured.
 
-Each analysis is a function of a study, one of its tasks and a page.  It finds measured outcomes in
-the study (:func:`conditions` says which must be there), adds tables and plots to the page, and
-returns the same numbers for ``results.json``.  How to read the tables: docs/evaluate.md.
+The functions in :data:`REPORTS` read outcomes from the study, which has measured what its method
+:meth:`~rlkv.evaluation.study.Study.requests` names for them.  They add tables and plots to a page
+and return the same numbers for ``results.json``.  How to read the tables: docs/evaluate.md.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain, product
 from pathlib import Path
@@ -20,9 +20,7 @@ import numpy as np
 
 from rlkv.evaluation.eval_report import find_published, write_published
 from rlkv.evaluation.measurements import (
-    Condition,
     Ranking,
-    Sizes,
     accuracy_of,
     agreement,
     compare,
@@ -48,7 +46,7 @@ from rlkv.evaluation.report import (
     plot_heat_maps,
     provenance_facts,
 )
-from rlkv.evaluation.study import Study, StudyConfig, kv_share, load_study
+from rlkv.evaluation.study import ANALYSES, Study, StudyConfig, load_study
 from rlkv.evaluation.text_analyses import budget, lengths, modes
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_log, write_json
@@ -64,26 +62,120 @@ COST_FIELDS = {
 }
 
 
+# --- the whole study
+
+
+def run_study(config: StudyConfig) -> None:
+    """Measure what is missing and, unless ``measure_only``, write the report."""
+    started = time.monotonic()
+    folder = config.output_dir
+    check_results(folder, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
+    check_results(folder, "measured.json", (), ("conditions",))
+    study = load_study(config)
+    # the full cache first: matched budgets need its texts
+    study.measure(FULL_CACHE, study.full_requests())
+    study.measure("conditions", study.requests(config.chosen_analyses))
+    measured = study.describe()
+    if config.measure_only:
+        write_json(folder / "measured.json", {"conditions": measured, **provenance()})
+        return
+    title = f"Study of KV heads: {ModelShape.from_config(study.model.config).model_id}"
+    page = Page(title)
+    metrics: dict[str, Metrics] = {}
+    for name in config.chosen_analyses:
+        page.heading(ANALYSES[name])
+        metrics[name] = REPORTS[name](study, page)
+    content = {
+        **origin_of(study),
+        **provenance(),
+        "seconds": {
+            "this run, wall": round(time.monotonic() - started, 1),
+            "decoding of all conditions, wall": round(sum(of["seconds"] for of in measured), 1),
+        },
+        "analyses": metrics,
+        "conditions": measured,
+    }
+    write_json(folder / "results.json", content)
+    write_origin(page, content)
+    page.write_report(folder)
+    if "sweep" in metrics:
+        table = Page(title)
+        for task, numbers in metrics["sweep"]["tasks"].items():
+            write_sweep_table(study, task, table, numbers)
+        table.bullets(provenance_facts(content))
+        table.write(folder / "table.md")
+
+
+def origin_of(study: Study) -> dict[str, Any]:
+    """Return the options, what was chosen for their defaults, and how the heads were found."""
+    full_cache = {}
+    for task in study.tasks:
+        correct = study.full(task).correct
+        full_cache[task] = {"accuracy": float(correct.mean()), "n": correct.size}
+    training: dict[str, list[Metrics]] = {}
+    for ranking in (*study.rankings, *study.ablations):
+        for own in ranking.gates:
+            scalars = {k: v for k, v in own.training.items() if not isinstance(v, list | dict)}
+            training.setdefault(ranking.name, []).append(scalars)
+    cache = study.cache
+    limits = [of.sampling.max_new_tokens for of in study.settings.values()]
+    resolved = {
+        "cache": {name: getattr(cache, name) for name in ("sink", "window", "protect_prompt")},
+        "max_new_tokens": limits,
+        "top_heads": study.top_heads,
+        "policies": {name: policy.describe() for name, policy in study.policies.items()},
+        "dtype": str(study.model.dtype),
+        "device": str(study.model.device),
+    }
+    return {
+        "config": asdict(study.config),
+        "resolved": resolved,
+        "full_cache": full_cache,
+        "training": training,
+    }
+
+
+def write_origin(page: Page, content: dict[str, Any]) -> None:
+    """Add the command, where it ran, its options, and how the heads were found."""
+    page.heading("How it was measured")
+    page.code(content["command"])
+    seconds = [f"{what}: {number:.0f} s" for what, number in content["seconds"].items()]
+    page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}."])
+    options = {**content["config"], **content["resolved"]}
+    rows = [[name, json.dumps(value, default=str)] for name, value in options.items()]
+    page.table(["option", "value"], rows)
+    rows = [[name, json.dumps(seeds[0])] for name, seeds in content["training"].items()]
+    page.table(["gates", "training"], rows, "How the heads were found (first seeds).")
+
+
 # --- sweep, comparison, threshold, sensitivity
 
 
 def sweep(study: Study, task: str, page: Page) -> Metrics:
-    """Measure accuracy under every ranking at every sparsity (RLKV, figure 5, tables 4 to 6)."""
+    """Measure accuracy under every ranking at every sparsity (RLKV, figure 5, tables 4 to 6).
+
+    With other sinks and windows of the first ranking, ``share`` has their bytes over those of the
+    full cache at the end of the full cache's texts, which are the same for all sizes; ``kv_share``,
+    as everywhere, at the end of the own texts.
+    """
     full = study.full(task)
-    numbers: Metrics = {
-        "full": accuracy_of([full]),
-        "methods": study.sweep(task, accuracy_of),
-        "sizes": {},
-    }
+    methods = study.sweep(task, accuracy_of)
+    sizes: dict[str, list[Metrics]] = {}
+    texts = study.full_texts(task)
     for size in study.config.parsed_sizes:
-        numbers["sizes"][f"{study.first.name}, {size}"] = [
-            _with_sizes(study, task, size, sparsity) for sparsity in study.sparsities
-        ]
+        sized = replace(texts, cache=replace(study.cache, **size._asdict()))
+        accuracies = []
+        for sparsity in study.sparsities:
+            runs = study.outcomes_of(study.sized(task, size, sparsity))
+            share = sized.held(None, study.first.allocations(sparsity)[0].full)
+            accuracies.append({**accuracy_of(runs, full), "share": share})
+        sizes[f"{study.first.name}, {size}"] = accuracies
+    numbers: Metrics = {"full": accuracy_of([full]), "methods": methods, "sizes": sizes}
     write_sweep_table(study, task, page, numbers)
     panel = Panel(
         f"{task}: accuracy, 95% intervals",
         SPARSITY,
-        curves_of(study.sparsities, {**numbers["methods"], **numbers["sizes"]}),
+        curves_of(study.sparsities, {**methods, **sizes}),
         reference=numbers["full"]["mean"],
     )
     path = plot_curves(study.plot_file("sweep", task), panel)
@@ -91,19 +183,6 @@ def sweep(study: Study, task: str, page: Page) -> Metrics:
     if study.published:
         write_published(page, study.published, task)
     return numbers
-
-
-def _with_sizes(study: Study, task: str, sizes: Sizes, sparsity: float) -> Metrics:
-    """Return the accuracy of the first ranking with other sinks and another window, and its bytes.
-
-    ``share``: bytes over those of the full cache at the end of the full cache's texts, which are
-    the same for all sizes; ``kv_share``, as everywhere, at the end of the own texts.
-    """
-    runs = study.measurements.outcomes(study.sized(task, sizes, sparsity))
-    cache = replace(study.measurements.tasks[task].settings.cache, **sizes._asdict())
-    full = study.first.allocations(sparsity)[0].full
-    share = kv_share(cache, full, study.entry_size, study.full_lengths(task))
-    return {**accuracy_of(runs, study.full(task)), "share": share}
 
 
 def write_sweep_table(study: Study, task: str, page: Page, numbers: Metrics) -> None:
@@ -131,27 +210,18 @@ def write_sweep_table(study: Study, task: str, page: Page, numbers: Metrics) -> 
 
 def comparison(study: Study, task: str, page: Page) -> Metrics:
     """Compare the first ranking with each other one, paired by problem."""
-    first = study.first.name
+    first = study.first
     found = []
     rows = []
-    for sparsity in study.config.ascending("compare_at"):
-        runs = study.runs(task, study.first, sparsity)
-        for other in study.rankings[1:]:
-            compared = compare(runs, study.runs(task, other, sparsity))
-            test = compared["difference"]
-            found.append({"sparsity": sparsity, "other": other.name, **compared})
-            rows.append(
-                [
-                    f"s = {sparsity:g}: {other.name}",
-                    accuracy_cell(compared["first"]),
-                    accuracy_cell(compared["second"]),
-                    difference_cell(test),
-                    p_number(test["p_value"]),
-                    f"{test['changed']} of {test['n']}",
-                    "yes" if compared["same_heads"] else "no",
-                ]
-            )
-    columns = ["against", first, "the other", f"{first} minus the other", "p"]
+    for sparsity, other in product(study.config.ascending("compare_at"), study.rankings[1:]):
+        compared = compare(study.runs(task, first, sparsity), study.runs(task, other, sparsity))
+        test = compared["difference"]
+        found.append({"sparsity": sparsity, "other": other.name, **compared})
+        accuracies = [accuracy_cell(compared["first"]), accuracy_cell(compared["second"])]
+        differs = [difference_cell(test), p_number(test["p_value"])]
+        differs += [f"{test['changed']} of {test['n']}", "yes" if compared["same_heads"] else "no"]
+        rows.append([f"s = {sparsity:g}: {other.name}", *accuracies, *differs])
+    columns = ["against", first.name, "the other", f"{first.name} minus the other", "p"]
     page.table(
         [*columns, "problems that differ", "same heads"],
         rows,
@@ -170,16 +240,10 @@ def threshold(study: Study, task: str, page: Page) -> Metrics:
         scores = [mean_scores(study.runs(task, ranking, s)) for s in study.sparsities]
         found = near_lossless(full, np.stack(scores), study.sparsities, margin)
         methods[ranking.name] = found
+        largest = f"{found['sparsity']:g} [{found['low']:g}, {found['high']:g}]"
         excluded = found["not_excluded"]
-        rows.append(
-            [
-                ranking.name,
-                f"{found['sparsity']:g} [{found['low']:g}, {found['high']:g}]",
-                f"{found['support']:.0%}",
-                str(found["n"]),
-                NOT_AVAILABLE if excluded is None else f"{100 * excluded:.1f}",
-            ]
-        )
+        points = NOT_AVAILABLE if excluded is None else f"{100 * excluded:.1f}"
+        rows.append([ranking.name, largest, f"{found['support']:.0%}", str(found["n"]), points])
     columns = ["heads", "largest near-lossless sparsity", "resamples that agree", "problems"]
     page.table(
         [*columns, "points of loss not excluded"],
@@ -200,38 +264,39 @@ def sensitivity(study: Study, task: str, page: Page) -> Metrics:
     """Compress only the most needed heads of each ranking (RLKV, figure 7)."""
     first = study.first
     full = study.full(task)
-    total = first.shape[0] * first.shape[1]
-    by_heads: dict[str, list[Metrics]] = {}
+    methods: dict[str, Metrics] = {}
     scores = {}  # of each problem, mean over seeds and numbers of heads
+    rows = []
     for ranking in study.rankings:
         runs = []
         for heads in study.top_heads:
             seeds = study.seeds(task, ranking, ranking.without_top(heads))
-            runs.append(study.measurements.outcomes(seeds))
-        by_heads[ranking.name] = [accuracy_of(outcomes, full) for outcomes in runs]
+            runs.append(study.outcomes_of(seeds))
+        accuracies = [accuracy_of(outcomes, full) for outcomes in runs]
         scores[ranking.name] = np.mean([mean_scores(outcomes) for outcomes in runs], axis=0)
-    methods = {}
-    rows = []
-    for name, accuracies in by_heads.items():
-        mean = asdict(mean_with_interval(scores[name]))
-        test = asdict(paired_difference(scores[first.name], scores[name]))
-        methods[name] = {"by_heads": accuracies, "mean_over_heads": mean, "versus_first": test}
+        mean = asdict(mean_with_interval(scores[ranking.name]))
+        test = asdict(paired_difference(scores[first.name], scores[ranking.name]))
+        methods[ranking.name] = {
+            "by_heads": accuracies,
+            "mean_over_heads": mean,
+            "versus_first": test,
+        }
         # a ranking whose accuracy falls less than the first one's is the worse one
         against = f"{difference_cell(test, sign=-1)}; p {p_number(test['p_value'])}"
         cells = [*map(accuracy_cell, accuracies), estimate(mean, 3)]
-        rows.append([name, *cells, "" if name == first.name else against])
+        rows.append([ranking.name, *cells, "" if ranking is first else against])
     titles = [f"{number} head{'' if number == 1 else 's'}" for number in study.top_heads]
     page.table(
         ["heads", *titles, "mean", f"mean minus {first.name}'s"],
         rows,
         f"{task}: accuracy when only the heads that a ranking puts last are compressed, of "
-        f"{total}; {AGAINST_FULL}, in the last column ▲ where accuracy falls faster than under "
-        f"{first.name}; {INTERVALS}.",
+        f"{first.num_heads}; {AGAINST_FULL}, in the last column ▲ where accuracy falls faster than "
+        f"under {first.name}; {INTERVALS}.",
     )
     panel = Panel(
         f"{task}: the faster it falls, the better the ranking",
-        f"compressed heads of {total}, the most needed ones first",
-        curves_of(study.top_heads, by_heads),
+        f"compressed heads of {first.num_heads}, the most needed ones first",
+        curves_of(study.top_heads, {name: of["by_heads"] for name, of in methods.items()}),
         reference=float(full.correct.mean()),
     )
     path = plot_curves(study.plot_file("sensitivity", task), panel)
@@ -250,7 +315,7 @@ def gates(study: Study, page: Page) -> Metrics:
     for name, seeds in chain(methods.items(), variants.items()):
         for number, seed in enumerate(seeds):
             label = name if len(seeds) == 1 else f"{name}, seed {number}"
-            rows.append(_gates_row(label, seed))
+            rows.append([label, *_gates_cells(seed)])
     first = methods[study.first.name][0]
     shared = [f"full heads shared at {of['sparsity']:g}" for of in first["overlap_with_first"]]
     columns = ["gates", "mean", "at 0", f"{BETWEEN[0]:g} to {BETWEEN[1]:g}", "at 1", *shared]
@@ -294,16 +359,15 @@ def _gates_numbers(study: Study, ranking: Ranking) -> list[Metrics]:
     return found
 
 
-def _gates_row(label: str, seed: Metrics) -> list[str]:
-    shared = [f"{of['share']:.0%}" for of in seed["overlap_with_first"]]
-    agrees = [NOT_AVAILABLE] * 3
-    if seed["agreement"] is not None:
-        agrees[0] = f"{seed['agreement']['overlap_at_0.5']:.0%}"
-        for place, name in enumerate(("spearman_elimination", "spearman_single_head"), start=1):
-            if seed["agreement"][name] is not None:
-                agrees[place] = f"{seed['agreement'][name]:.2f}"
-    counts = [str(seed[name]) for name in ("at_0", "between", "at_1")]
-    return [label, f"{seed['mean']:.3f}", *counts, *shared, *agrees]
+def _gates_cells(seed: Metrics) -> list[str]:
+    cells = [f"{seed['mean']:.3f}", *(str(seed[name]) for name in ("at_0", "between", "at_1"))]
+    cells += [f"{of['share']:.0%}" for of in seed["overlap_with_first"]]
+    agrees = seed["agreement"]
+    cells.append(NOT_AVAILABLE if agrees is None else f"{agrees['overlap_at_0.5']:.0%}")
+    for name in ("spearman_elimination", "spearman_single_head"):
+        correlation = None if agrees is None else agrees[name]
+        cells.append(NOT_AVAILABLE if correlation is None else f"{correlation:.2f}")
+    return cells
 
 
 def plot_distributions(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
@@ -330,15 +394,14 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
     sparsities = study.config.ascending("ablate_at")
     numbers: dict[str, list[Metrics]] = {}
     rows = []
-    for variant in study.variants:
+    for variant in (first, *study.ablations):
         numbers[variant.name] = []
         cells = []
         for sparsity in sparsities:
             base = study.runs(task, first, sparsity)
             compared = compare(study.runs(task, variant, sparsity), base)
             test = compared["difference"]
-            same = compared["same_heads"]
-            reason = "same heads" if same else f"p {p_number(test['p_value'])}"
+            reason = "same heads" if compared["same_heads"] else f"p {p_number(test['p_value'])}"
             against = "" if variant is first else f"{difference_cell(test)}; {reason}"
             cells += [accuracy_cell(compared["first"]), against]
             numbers[variant.name].append(compared)
@@ -346,9 +409,11 @@ def ablations(study: Study, task: str, page: Page) -> Metrics:
     columns = ["variant"]
     for level in levels(sparsities):
         columns += [f"{level}: accuracy", f"minus {first.name}"]
-    columns.append("seconds to find")
-    caption = f"{task}: greedy accuracy and the paired difference to {first.name}; {INTERVALS}."
-    page.table(columns, rows, caption)
+    page.table(
+        [*columns, "seconds to find"],
+        rows,
+        f"{task}: greedy accuracy and the paired difference to {first.name}; {INTERVALS}.",
+    )
     accuracies = {name: [of["first"] for of in compared] for name, compared in numbers.items()}
     curves = curves_of(sparsities, accuracies)
     panel = Panel(f"{task}: training ablations, 95% intervals", SPARSITY, curves)
@@ -390,14 +455,24 @@ def cost_text(metrics: Metrics) -> str:
     return " + ".join(parts)
 
 
-# --- what an analysis needs, and what its tasks have in common
+# --- all of them
 
 
-def settings(study: Study, analysis: str) -> Metrics:
+def by_task(report: Callable[[Study, str, Page], Metrics]) -> Callable[[Study, Page], Metrics]:
+    """Make a report of all tasks, one after the other, and of what they have in common."""
+
+    def report_all(study: Study, page: Page) -> Metrics:
+        tasks = {task: report(study, task, page) for task in study.tasks}
+        # a report is called as its analysis
+        return {**settings_of(study, report.__name__), "tasks": tasks}
+
+    return report_all
+
+
+def settings_of(study: Study, analysis: str) -> Metrics:
     """Return what all tasks of an analysis have in common, for ``results.json``."""
     config = study.config
-    first = study.first
-    found: Metrics = {"first": first.name}
+    found: Metrics = {"first": study.first.name}
     if analysis in ("sweep", "threshold", "sensitivity", "modes", "lengths"):
         found["sparsities"] = list(study.sparsities)
     if analysis in ("sweep", "comparison"):
@@ -408,7 +483,7 @@ def settings(study: Study, analysis: str) -> Metrics:
         found["margin"] = config.margin
     elif analysis == "sensitivity":
         found["top_heads"] = list(study.top_heads)
-        found["total_heads"] = first.shape[0] * first.shape[1]
+        found["total_heads"] = study.first.num_heads
     elif analysis == "modes":
         found["rule"] = asdict(config.rule)
     elif analysis == "budget":
@@ -418,173 +493,19 @@ def settings(study: Study, analysis: str) -> Metrics:
             found[name] = getattr(config, name)
     elif analysis == "ablations":
         found["sparsities"] = list(config.ascending("ablate_at"))
-        found["costs"] = {variant.name: cost_metrics(variant) for variant in study.variants}
+        variants = (study.first, *study.ablations)
+        found["costs"] = {variant.name: cost_metrics(variant) for variant in variants}
     return found
 
 
-def conditions(study: Study, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
-    """Yield what the analyses need, with a label, in the order in which it is measured."""
-    config = study.config
-    swept = config.levels("sparsities")
-    if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
-        yield from _at_sparsities(study, study.rankings, swept)
-    if "sweep" in analyses:
-        for sparsity, sizes, task in product(swept, config.parsed_sizes, study.tasks):
-            for condition in study.sized(task, sizes, sparsity):
-                yield f"{study.first.name}, {sizes} @ {sparsity:g}", condition
-    if "comparison" in analyses:
-        yield from _at_sparsities(study, study.rankings, config.levels("compare_at"))
-    if "sensitivity" in analyses:
-        for ranking, task, heads in product(study.rankings, study.tasks, study.top_heads):
-            for condition in study.seeds(task, ranking, ranking.without_top(heads)):
-                yield f"{ranking.name}, top {heads} gone", condition
-    if "budget" in analyses:
-        for match in chain.from_iterable(map(study.matches, study.tasks)):
-            for condition in match.conditions:
-                yield f"{match.method}, {match.saved:.0%} saved", condition
-    if "ablations" in analyses:
-        yield from _at_sparsities(study, study.variants, config.levels("ablate_at"))
-
-
-def _at_sparsities(
-    study: Study, rankings: Iterable[Ranking], sparsities: Iterable[float]
-) -> Iterator[tuple[str, Condition]]:
-    """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
-    for sparsity, ranking, task in product(sparsities, rankings, study.tasks):
-        for condition in study.seeds(task, ranking, ranking.allocations(sparsity)):
-            yield f"{ranking.name} @ {sparsity:g}", condition
-
-
-# titles by name, in the order of the report
-ANALYSES = {
-    "sweep": "Accuracy against sparsity",
-    "comparison": "Paired comparison",
-    "threshold": "Near-lossless sparsity",
-    "sensitivity": "Head sensitivity",
-    "modes": "Error modes",
-    "lengths": "Lengths and repetition",
-    "budget": "Eviction at matched bytes",
-    "gates": "Gates",
-    "ablations": "Training ablations",
+REPORTS = {
+    "sweep": by_task(sweep),
+    "comparison": by_task(comparison),
+    "threshold": by_task(threshold),
+    "sensitivity": by_task(sensitivity),
+    "modes": by_task(modes),
+    "lengths": by_task(lengths),
+    "budget": by_task(budget),
+    "gates": gates,
+    "ablations": by_task(ablations),
 }
-BY_TASK: dict[str, Callable[[Study, str, Page], Metrics]] = {
-    "sweep": sweep,
-    "comparison": comparison,
-    "threshold": threshold,
-    "sensitivity": sensitivity,
-    "modes": modes,
-    "lengths": lengths,
-    "budget": budget,
-    "ablations": ablations,
-}
-
-
-def choose_analyses(config: StudyConfig) -> list[str]:
-    """Return the requested analyses, or all that can be done, in the order of the report."""
-    for name in config.analyses:
-        if name not in ANALYSES:
-            raise ValueError(
-                f"--analyses: there is no analysis {name!r}: choose from {', '.join(ANALYSES)}"
-            )
-    if "ablations" in config.analyses and not config.ablation:
-        raise ValueError(
-            "--analyses names ablations, but there are no gates for them: add --ablation NAME=FILE"
-        )
-    names = config.analyses or [name for name in ANALYSES if config.ablation or name != "ablations"]
-    return [name for name in ANALYSES if name in names]
-
-
-# --- the whole study
-
-
-def run_study(config: StudyConfig) -> None:
-    """Measure what is missing and, unless ``measure_only``, write the report."""
-    started = time.monotonic()
-    folder = config.output_dir
-    check_results(folder, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
-    check_results(folder, "measured.json", (), ("conditions",))
-    analyses = choose_analyses(config)
-    study = load_study(config)
-    # the full cache first: matched budgets need its texts
-    full = [(FULL_CACHE, study.full_condition(task)) for task in study.tasks]
-    study.measurements.measure(FULL_CACHE, full)
-    study.measurements.measure("conditions", conditions(study, analyses))
-    measured = study.measurements.describe()
-    if config.measure_only:
-        write_json(folder / "measured.json", {"conditions": measured, **provenance()})
-        return
-    title = f"Study of KV heads: {ModelShape.from_config(study.measurements.model.config).model_id}"
-    page = Page(title)
-    metrics: dict[str, Metrics] = {}
-    for name in analyses:
-        page.heading(ANALYSES[name])
-        if name == "gates":
-            metrics[name] = gates(study, page)
-        else:
-            by_task = {task: BY_TASK[name](study, task, page) for task in study.tasks}
-            metrics[name] = {**settings(study, name), "tasks": by_task}
-    content = {
-        **origin_of(study),
-        **provenance(),
-        "seconds": {
-            "this run, wall": round(time.monotonic() - started, 1),
-            "decoding of all conditions, wall": round(sum(of["seconds"] for of in measured), 1),
-        },
-        "analyses": metrics,
-        "conditions": measured,
-    }
-    write_json(folder / "results.json", content)
-    _write_origin(page, content)
-    page.write_report(folder)
-    if "sweep" in metrics:
-        table = Page(title)
-        for task, numbers in metrics["sweep"]["tasks"].items():
-            write_sweep_table(study, task, table, numbers)
-        table.bullets(provenance_facts(content))
-        table.write(folder / "table.md")
-
-
-def origin_of(study: Study) -> dict[str, Any]:
-    """Return the options, what was chosen for their defaults, and how the heads were found."""
-    measurements = study.measurements
-    tasks = list(measurements.tasks.values())
-    cache = tasks[0].settings.cache
-    full_cache = {}
-    for task in study.tasks:
-        correct = study.full(task).correct
-        full_cache[task] = {"accuracy": float(correct.mean()), "n": correct.size}
-    training: dict[str, list[Metrics]] = {}
-    for ranking in (*study.rankings, *study.ablations):
-        for own in ranking.gates:
-            scalars = {k: v for k, v in own.training.items() if not isinstance(v, list | dict)}
-            training.setdefault(ranking.name, []).append(scalars)
-    return {
-        "config": asdict(study.config),
-        "resolved": {
-            "cache": {
-                "sink": cache.sink,
-                "window": cache.window,
-                "protect_prompt": cache.protect_prompt,
-            },
-            "max_new_tokens": [task.settings.sampling.max_new_tokens for task in tasks],
-            "top_heads": study.top_heads,
-            "policies": {name: policy.describe() for name, policy in study.policies.items()},
-            "dtype": str(measurements.model.dtype),
-            "device": str(measurements.model.device),
-        },
-        "full_cache": full_cache,
-        "training": training,
-    }
-
-
-def _write_origin(page: Page, content: dict[str, Any]) -> None:
-    """Add the command, where it ran, its options, and how the heads were found."""
-    page.heading("How it was measured")
-    page.code(content["command"])
-    seconds = [f"{what}: {number:.0f} s" for what, number in content["seconds"].items()]
-    page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}."])
-    options = {**content["config"], **content["resolved"]}
-    rows = [[name, json.dumps(value, default=str)] for name, value in options.items()]
-    page.table(["option", "value"], rows)
-    rows = [[name, json.dumps(seeds[0])] for name, seeds in content["training"].items()]
-    page.table(["gates", "training"], rows, "How the heads were found (first seeds).")

@@ -1,19 +1,17 @@
-"""Rankings of heads, conditions that are measured once, and their outcomes over seeds.
+"""Conditions of a study, their outcomes over seeds, and rankings of heads.
 
-Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Its rows
-are in one file; a study that was stopped resumes from the files.  Of several processes each takes
-conditions that no other one is at.  Random draws share the problems: each decodes a part of them,
-and the parts are joined into one outcome.
+Greedy decoding is deterministic, so seeds that keep the same heads share one measurement.  Random
+draws share the problems: each decodes a part of them, and the parts are joined into one outcome.
+Methods are compared at the same bytes of KV: each gets the largest budget that fits.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from functools import cached_property
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,91 +20,86 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlkv.cache import CacheSettings
+from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
-from rlkv.evaluation.runner import Problem, RunSettings, run_method
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_json
-from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.runtime import digest
-from rlkv.utils.store import StoreInUseError
 
-POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
 Order = tuple[tuple[int, int], ...]
 RESERVED = (ORACLE, RANDOM, FULL_CACHE)
+STEPS = 2**14  # ratios are multiples of 1/16384 of the text
 
 # --- outcomes
 
 
+class Answer(NamedTuple):
+    """One greedy text: its verdict, 1.0 or 0.0, tokens, and bytes of KV in use at its end.
+
+    ``mode``: how it failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is right;
+    ``kv_bytes_full``: of the full cache for the same tokens.
+    """
+
+    correct: float
+    mode: str | None
+    tokens: NDArray[np.int32]
+    kv_bytes: int
+    kv_bytes_full: int
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One greedy decoding of a task, with an entry per problem in the task's order.
+    """One greedy decoding of a task, with an answer per problem in the task's order.
 
     Attributes:
         key: of the condition; seeds that keep the same heads share one outcome.
-        correct: 1.0 or 0.0.
-        modes: how the answer failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is
-            right.
-        tokens: the output tokens.
-        kv_bytes, kv_bytes_full: bytes of KV in use at the end of each text, and of the full cache
-            for the same tokens.
         seconds: that decoding took.
         draws: random orders of the heads that share the problems; 1: all problems have the same
             heads.
     """
 
     key: str
-    correct: Floats
-    modes: tuple[str | None, ...]
-    tokens: tuple[NDArray[np.int32], ...]
-    kv_bytes: NDArray[np.int64]
-    kv_bytes_full: NDArray[np.int64]
+    answers: tuple[Answer, ...]
     seconds: float
     draws: int = 1
 
+    @classmethod
+    def of_rows(cls, key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
+        """Take rows of :func:`rlkv.evaluation.runner.run_method`, in their order."""
+        answers = []
+        for row in rows:
+            tokens = np.array(row["token_ids"], dtype=np.int32)  # a list takes several times more
+            held = (row["kv_bytes"], row["kv_bytes_full"])
+            answers.append(Answer(float(row["correct"]), error_mode(row), tokens, *held))
+        return cls(key, tuple(answers), sum(row["seconds"] for row in rows))
+
+    @cached_property
+    def correct(self) -> Floats:
+        """Return the verdict on each problem, float ``[problems]``."""
+        return np.array([answer.correct for answer in self.answers])
+
     @property
+    def modes(self) -> list[str | None]:
+        return [answer.mode for answer in self.answers]
+
+    @cached_property
     def lengths(self) -> Floats:
-        """Return the output tokens of each problem."""
-        return np.array([len(ids) for ids in self.tokens], dtype=np.float64)
-
-    @property
-    def kv_share(self) -> float:
-        """Return bytes of KV in use over those of the full cache, both summed over the problems."""
-        return float(self.kv_bytes.sum() / self.kv_bytes_full.sum())
-
-
-def outcome_of(key: str, rows: Sequence[dict[str, Any]]) -> Outcome:
-    """Return rows of :func:`rlkv.evaluation.runner.run_method` as an outcome, in their order."""
-    return Outcome(
-        key=key,
-        correct=np.array([float(row["correct"]) for row in rows]),
-        modes=tuple(map(error_mode, rows)),
-        tokens=tuple(np.array(row["token_ids"], dtype=np.int32) for row in rows),
-        kv_bytes=np.array([row["kv_bytes"] for row in rows], dtype=np.int64),
-        kv_bytes_full=np.array([row["kv_bytes_full"] for row in rows], dtype=np.int64),
-        seconds=sum(row["seconds"] for row in rows),
-    )
+        """Return the output tokens of each problem, float ``[problems]``."""
+        return np.array([len(answer.tokens) for answer in self.answers], dtype=np.float64)
 
 
 def join(parts: Sequence[Outcome]) -> Outcome:
     """Join k parts into one outcome; the i-th one has the problems i, i + k, i + 2k and so on."""
-    total = sum(part.correct.size for part in parts)
-    problems = [np.arange(first, total, len(parts)) for first in range(len(parts))]
-    order = np.argsort(np.concatenate(problems))
-    modes = list(chain.from_iterable(part.modes for part in parts))
-    tokens = list(chain.from_iterable(part.tokens for part in parts))
+    in_turn = chain.from_iterable(zip_longest(*[part.answers for part in parts]))
     return Outcome(
         key="+".join(part.key for part in parts),
-        correct=np.concatenate([part.correct for part in parts])[order],
-        modes=tuple(modes[place] for place in order),
-        tokens=tuple(tokens[place] for place in order),
-        kv_bytes=np.concatenate([part.kv_bytes for part in parts])[order],
-        kv_bytes_full=np.concatenate([part.kv_bytes_full for part in parts])[order],
+        answers=tuple(answer for answer in in_turn if answer is not None),
         seconds=sum(part.seconds for part in parts),
         draws=len(parts),
     )
@@ -115,6 +108,13 @@ def join(parts: Sequence[Outcome]) -> Outcome:
 def mean_scores(runs: Sequence[Outcome]) -> Floats:
     """Return the accuracy of each problem, mean over the seeds, float ``[problems]``."""
     return np.mean([run.correct for run in runs], axis=0)
+
+
+def held_share(runs: Sequence[Outcome]) -> float:
+    """Return bytes of KV in use over those of the full cache, both summed over all answers."""
+    answers = list(chain.from_iterable(run.answers for run in runs))
+    held = sum(answer.kv_bytes for answer in answers)
+    return held / sum(answer.kv_bytes_full for answer in answers)
 
 
 def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
@@ -128,14 +128,12 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
         None without it.
     """
     scores = mean_scores(runs)
-    held = sum(int(run.kv_bytes.sum()) for run in runs)
-    whole = sum(int(run.kv_bytes_full.sum()) for run in runs)
     return {
         **asdict(mean_with_interval(scores)),
         "seeds": [float(run.correct.mean()) for run in runs],
         "distinct": len({run.key for run in runs}),
         "draws": runs[0].draws,
-        "kv_share": held / whole,
+        "kv_share": held_share(runs),
         "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
     }
 
@@ -170,7 +168,7 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
 
 
 class Sizes(NamedTuple):
-    """What compressible heads keep without a policy, as in :class:`rlkv.cache.CacheSettings`."""
+    """Sizes of compressible heads without a policy, as in :class:`rlkv.cache.CacheSettings`."""
 
     sink: int
     window: int
@@ -234,107 +232,6 @@ class Condition:
         }
 
 
-@dataclass(frozen=True)
-class StudyTask:
-    """A task as it is decoded."""
-
-    name: str
-    problems: list[Problem]
-    settings: RunSettings
-
-    def share_of(self, condition: Condition) -> list[Problem]:
-        """Return the problems of a condition."""
-        first, step = condition.part or (0, 1)
-        return self.problems[first::step]
-
-
-class Measurements:
-    """Measure conditions, with rows in ``folder``, and hand out what was measured."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        tasks: Sequence[StudyTask],
-        folder: Path,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.folder = folder
-        self.tasks = {task.name: task for task in tasks}
-        self.labels: dict[Condition, list[str]] = {}
-        self._outcomes: dict[Condition, Outcome] = {}
-
-    def measure(self, title: str, requests: Iterable[tuple[str, Condition]]) -> None:
-        """Measure the (label, condition) ``requests`` that were not measured yet."""
-        for label, condition in dict.fromkeys(requests):
-            self.labels.setdefault(condition, []).append(label)
-        waiting = deque(condition for condition in self.labels if condition not in self._outcomes)
-        sizes = {of: len(self.tasks[of.task].share_of(of)) for of in waiting}
-        before = 0
-        in_use = 0  # conditions in a row that other processes are at
-        with progress_bar(title, "problems", sum(sizes.values())) as bar:
-            while waiting:
-                condition = waiting.popleft()
-                try:
-                    self._outcomes[condition] = self._measure(condition, bar, before)
-                except StoreInUseError:
-                    waiting.append(condition)
-                    in_use += 1
-                    if in_use >= len(waiting):  # no other condition is free
-                        time.sleep(POLL_SECONDS)
-                    continue
-                in_use = 0
-                before += sizes[condition]
-
-    def _measure(self, condition: Condition, bar: ProgressBar, before: int) -> Outcome:
-        task = self.tasks[condition.task]
-        label = f"{task.name}: {self.labels[condition][0]}"
-
-        def on_rows(done: int, _: int, accuracy: float) -> None:
-            bar.update(before + done, title=label, note=f"accuracy {accuracy:.3f}")
-
-        sizes = {} if condition.sizes is None else condition.sizes._asdict()
-        cache = replace(task.settings.cache, **sizes).with_policy(condition.policy)
-        rows = run_method(
-            self.model,
-            self.tokenizer,
-            task.share_of(condition),
-            condition.allocation,
-            replace(task.settings, cache=cache, planned=condition.planned),
-            self.folder / f"rows-{condition.key}.jsonl",
-            on_rows,
-        )
-        return outcome_of(condition.key, rows)
-
-    def outcome(self, condition: Condition) -> Outcome:
-        """Return what :meth:`measure` found under a condition."""
-        return self._outcomes[condition]
-
-    def outcomes(self, conditions: Sequence[Condition]) -> list[Outcome]:
-        """Return an outcome per condition; a single one if they are parts of a task."""
-        found = [self.outcome(condition) for condition in conditions]
-        return found if conditions[0].part is None else [join(found)]
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return every condition that was measured, for ``results.json``."""
-        found = []
-        for condition, outcome in self._outcomes.items():
-            described = {
-                "task": condition.task,
-                "requested_as": self.labels[condition],
-                "rows": f"rows-{condition.key}.jsonl",
-                "full_heads": condition.allocation.full.int().tolist(),
-                **condition.describe(),
-                "accuracy": float(outcome.correct.mean()),
-                "n": int(outcome.correct.size),
-                "kv_share": outcome.kv_share,
-                "seconds": round(outcome.seconds, 2),
-            }
-            found.append(described)
-        return found
-
-
 # --- rankings
 
 
@@ -358,6 +255,10 @@ class Ranking:
     files: tuple[str, ...] = ()
     drawn: bool = False
 
+    @property
+    def num_heads(self) -> int:
+        return self.shape[0] * self.shape[1]
+
     def allocations(self, sparsity: float) -> list[HeadAllocation]:
         """Return an allocation per seed: the first ``sparsity`` of its order is compressible."""
         return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
@@ -367,7 +268,7 @@ class Ranking:
 
         Those are the heads that the ranking considers most needed.
         """
-        share = heads / (self.shape[0] * self.shape[1])
+        share = heads / self.num_heads
         return [HeadAllocation.from_order(order[::-1], *self.shape, share) for order in self.orders]
 
 
@@ -403,26 +304,33 @@ def gates_rankings(files: dict[str, list[str]]) -> list[Ranking]:
     return found
 
 
+class GroundTruth(NamedTuple):
+    """Measured need of a model's heads, one after the other and each alone.
+
+    Attributes:
+        elimination: (layer, head) of every head, first the one that can go first.
+        lost: accuracy that each head costs alone, float ``[layers, KV heads]``.
+    """
+
+    elimination: Order
+    lost: Tensor
+
+
 def reference_rankings(
-    shape: ModelShape, truth: dict[str, Any] | None, random_draws: int
+    shape: ModelShape, truth: GroundTruth | None, random_draws: int
 ) -> list[Ranking]:
     """Return the elimination order of a ground truth, where there is one, and random draws."""
     size = (shape.num_layers, shape.num_kv_heads)
     found = []
     if truth is not None:
-        found.append(Ranking(ORACLE, size, (tuple(elimination_order(truth)),)))
+        found.append(Ranking(ORACLE, size, (truth.elimination,)))
     if random_draws:
         draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
         found.append(Ranking(RANDOM, size, draws, drawn=True))
     return found
 
 
-def elimination_order(truth: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return (layer, head) of every head, first the one that can go first."""
-    return [(step["layer"], step["head"]) for step in truth["elimination"]]
-
-
-def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
+def read_truth(path: Path, shape: ModelShape) -> GroundTruth:
     """Read a ground-truth file.
 
     Raises:
@@ -431,9 +339,10 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
     """
     size = (shape.num_layers, shape.num_kv_heads)
     try:
-        truth: dict[str, Any] = read_json(path)
-        heads = sorted(elimination_order(truth))
-        lost = np.array(truth["accuracy_lost_by_single_head"], dtype=np.float64)
+        content = read_json(path)
+        order = tuple((step["layer"], step["head"]) for step in content["elimination"])
+        heads = sorted(order)
+        lost = np.array(content["accuracy_lost_by_single_head"], dtype=np.float64)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--oracle {path} is not a ground-truth file ({error})") from None
     if heads != list(np.ndindex(size)) or lost.shape != size or not np.isfinite(lost).all():
@@ -442,24 +351,22 @@ def read_truth(path: Path, shape: ModelShape) -> dict[str, Any]:
             f"{size[1]} KV heads once and say what accuracy each one costs alone: measure it with "
             "inference/tiny_ground_truth.py"
         )
-    return truth
+    return GroundTruth(order, torch.from_numpy(lost).float())
 
 
-def agreement(gates: HeadGates, truth: dict[str, Any]) -> dict[str, float | None]:
-    """Compare gates with a ground-truth file.
+def agreement(gates: HeadGates, truth: GroundTruth) -> dict[str, float | None]:
+    """Compare gates with a ground truth.
 
     Returns:
         Spearman correlations of alpha, None where all gates are equal, and the share of the
         oracle's full heads at 0.5 that the gates keep full too.
     """
-    order = elimination_order(truth)
     position = torch.zeros_like(gates.alpha)
-    for place, head in enumerate(order):
+    for place, head in enumerate(truth.elimination):
         position[head] = place
-    oracle = HeadAllocation.from_order(order, gates.num_layers, gates.num_kv_heads, 0.5)
-    lost = torch.tensor(truth["accuracy_lost_by_single_head"])
+    oracle = HeadAllocation.from_order(truth.elimination, gates.num_layers, gates.num_kv_heads, 0.5)
     return {
-        "spearman_single_head": _correlation(gates.alpha, lost),
+        "spearman_single_head": _correlation(gates.alpha, truth.lost),
         "spearman_elimination": _correlation(gates.alpha, position),
         "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
     }
@@ -469,3 +376,76 @@ def _correlation(a: Tensor, b: Tensor) -> float | None:
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         return None
     return float(spearmanr(a.flatten(), b.flatten()).statistic)
+
+
+# --- the same bytes
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of which methods may hold a share of the full cache's bytes.
+
+    ``lengths``: (prompt, all) cached tokens of each; ``cache``: sinks and window, and how prompts
+    are read.  Methods that match return the largest budget of which at most ``share`` is held, or
+    None; ``full`` is bool ``[layers, KV heads]``, the full heads.
+    """
+
+    lengths: list[tuple[int, int]]
+    size: EntrySize
+    cache: CacheSettings
+
+    def held(self, policy: EvictionPolicy | None, full: Tensor, fixed: bool = False) -> float:
+        """Return bytes in use over those of the full cache, both summed over texts.
+
+        fixed: a ratio is of each text's length from its start, not of the tokens read so far.
+        """
+        settings = replace(self.cache, eviction=policy)
+        prompts, tokens = (torch.tensor(column) for column in zip(*self.lengths, strict=True))
+        planned = tokens if fixed else None
+        held, whole = kv_nbytes(settings, full, self.size, prompts, tokens, planned)
+        return float(held.sum() / whole.sum())
+
+    def match_ratio(
+        self, share: float, policy: EvictionPolicy, full: Tensor, fixed: bool = False
+    ) -> EvictionPolicy | None:
+        """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
+        low = -1  # the most steps known to fit
+        high = STEPS + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            sized = replace(policy, budget=None, ratio=middle / STEPS)
+            if self.held(sized, full, fixed) <= share:
+                low = middle
+            else:
+                high = middle
+        return None if low < 0 else replace(policy, budget=None, ratio=low / STEPS)
+
+    def match_heads(self, share: float, order: Order, shape: tuple[int, int]) -> Tensor | None:
+        """Return the full heads when heads are compressed in ``order`` until the rest fits.
+
+        Compressed heads keep sinks and a window.
+        """
+        full = torch.ones(shape, dtype=torch.bool)
+        for head in order:
+            if self.held(None, full) <= share:
+                return full
+            full[head] = False
+        return full if self.held(None, full) <= share else None
+
+
+def split_heads(
+    order: Order, share: float, head_share: float, shape: tuple[int, int]
+) -> Tensor | None:
+    """Return full heads such that the others may keep ``head_share * share`` of a text.
+
+    The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
+    compressible.
+    """
+    total = shape[0] * shape[1]
+    compressible = round(total * (1 - share) / (1 - head_share * share))
+    if compressible >= total:
+        return None
+    full = torch.ones(shape, dtype=torch.bool)
+    for head in order[:compressible]:
+        full[head] = False
+    return full

@@ -1,40 +1,46 @@
-"""A study: its options, what is loaded from them, and methods that hold the same bytes of KV.
+"""A study: its options, what is loaded from them, and what is measured and resumed.
 
-A *saving* is the share of the full cache's bytes that must not be held at the end of a text.  Every
-method gets the largest budget that holds at most the rest, over the texts of the full-cache run.
+The rows of a condition are in one file, from which a study that was stopped goes on.  Of several
+processes each takes conditions that no other one is at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.eval_report import published_name
 from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.measurements import (
     RESERVED,
     Condition,
-    Measurements,
-    Order,
+    GroundTruth,
     Outcome,
     Ranking,
     Sizes,
-    StudyTask,
+    Texts,
     gates_rankings,
     group_by_name,
+    held_share,
+    join,
     read_truth,
     reference_rankings,
+    split_heads,
 )
-from rlkv.evaluation.runner import RunSettings, render_problems
+from rlkv.evaluation.report import FULL_CACHE
+from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -42,15 +48,30 @@ from rlkv.inference.options import check_positive
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.numbers import check_whole
+from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.store import StoreInUseError
 
 MIN_EXTRA = 5
 MOST_DRAWS = 10_000
 FIXED = "fixed budget"
-STEPS = 2**14  # ratios are multiples of 1/16384 of the text
+POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
 # heads that the sensitivity compresses by default: numbers in a small model, shares in a large one
 FEW_HEADS = 64
 NUMBERS = (1, 2, 3, 4, 6, 8)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
+
+# titles by name, in the order of the report
+ANALYSES = {
+    "sweep": "Accuracy against sparsity",
+    "comparison": "Paired comparison",
+    "threshold": "Near-lossless sparsity",
+    "sensitivity": "Head sensitivity",
+    "modes": "Error modes",
+    "lengths": "Lengths and repetition",
+    "budget": "Eviction at matched bytes",
+    "gates": "Gates",
+    "ablations": "Training ablations",
+}
 
 # --- options
 
@@ -145,6 +166,23 @@ class StudyConfig(TaskOptions):
         if not self.gates:
             raise ValueError("--gates needs at least one NAME=FILE")
         _ = (self.gates_files, self.ablation_files, self.parsed_sizes)
+        for analysis in self.analyses:
+            if analysis not in ANALYSES:
+                raise ValueError(
+                    f"--analyses: there is no analysis {analysis!r}: choose from "
+                    f"{', '.join(ANALYSES)}"
+                )
+        if "ablations" in self.analyses and not self.ablation:
+            raise ValueError(
+                "--analyses names ablations, but there are no gates for them: add --ablation "
+                "NAME=FILE"
+            )
+
+    @property
+    def chosen_analyses(self) -> list[str]:
+        """Return the requested analyses, or all that can be done, in the order of the report."""
+        possible = [name for name in ANALYSES if self.ablation or name != "ablations"]
+        return [name for name in possible if name in (self.analyses or possible)]
 
     def levels(self, name: str) -> tuple[float, ...]:
         """Return the values above 0 of a field, each once, in the order given."""
@@ -170,31 +208,51 @@ class StudyConfig(TaskOptions):
         return list(dict.fromkeys(map(Sizes.parse, self.sizes)))
 
 
-# --- what is loaded from them
+# --- what is loaded from them, and measured
+
+
+@dataclass(frozen=True)
+class Match:
+    """A method at a saving; ``heads``: the ranking whose heads are full.
+
+    ``conditions``: one, or the draws that share the problems; empty if nothing fits.
+    """
+
+    method: str
+    heads: str
+    saved: float
+    conditions: list[Condition]
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The methods, the measurements, and what is asked of them.
+    """The methods, the tasks that they are measured on, and what was measured.
 
     Attributes:
         rankings: what is compared; the first one with every other.
         ablations: variants of the first one, compared with it alone.
         policies: templates of the eviction policies whose budgets are compared.
         top_heads: numbers of heads, the most needed ones, that the sensitivity compresses.
-        truth: content of a ground-truth file, to compare gates with.
+        truth: measured elimination order, to compare gates with.
         published: model whose published numbers are shown.
+        problems, settings: of each task, by its name.
+        labels: what each condition was requested as.
+        outcomes: of the conditions that were measured.
     """
 
+    config: StudyConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     rankings: tuple[Ranking, ...]
     ablations: tuple[Ranking, ...]
-    measurements: Measurements
-    entry_size: EntrySize
-    config: StudyConfig
     policies: dict[str, EvictionPolicy]
     top_heads: tuple[int, ...]
-    truth: dict[str, Any] | None
+    truth: GroundTruth | None
     published: str | None
+    problems: dict[str, list[Problem]]
+    settings: dict[str, RunSettings]
+    labels: dict[Condition, list[str]] = field(default_factory=dict)
+    outcomes: dict[Condition, Outcome] = field(default_factory=dict)
     _matches: dict[str, list[Match]] = field(default_factory=dict)
 
     @property
@@ -202,18 +260,124 @@ class Study:
         return self.rankings[0]
 
     @property
-    def variants(self) -> tuple[Ranking, ...]:
-        """Return the first ranking and its ablations."""
-        return (self.first, *self.ablations)
+    def tasks(self) -> list[str]:
+        return list(self.problems)
 
     @property
-    def tasks(self) -> list[str]:
-        return list(self.measurements.tasks)
+    def cache(self) -> CacheSettings:
+        """Return what compressible heads keep in all tasks, where a condition does not say."""
+        return self.settings[self.tasks[0]].cache
 
     @property
     def sparsities(self) -> tuple[float, ...]:
         """Return the sparsities of the sweep, ascending."""
         return self.config.ascending("sparsities")
+
+    def measure(self, title: str, requests: Iterable[tuple[str, Condition]]) -> None:
+        """Measure the (label, condition) ``requests`` that were not measured yet."""
+        for label, condition in dict.fromkeys(requests):
+            self.labels.setdefault(condition, []).append(label)
+        waiting = deque(condition for condition in self.labels if condition not in self.outcomes)
+        total = sum(len(self._share_of(condition)) for condition in waiting)
+        in_use = 0  # conditions in a row that other processes are at
+        with progress_bar(title, "problems", total) as bar:
+            while waiting:
+                condition = waiting.popleft()
+                try:
+                    self.outcomes[condition] = self._decode(condition, bar)
+                except StoreInUseError:
+                    waiting.append(condition)
+                    in_use += 1
+                    if in_use >= len(waiting):  # no other condition is free
+                        time.sleep(POLL_SECONDS)
+                    continue
+                in_use = 0
+
+    def _share_of(self, condition: Condition) -> list[Problem]:
+        first, step = condition.part or (0, 1)
+        return self.problems[condition.task][first::step]
+
+    def _decode(self, condition: Condition, bar: ProgressBar) -> Outcome:
+        task = condition.task
+        title = f"{task}: {self.labels[condition][0]}"
+        before = bar.done
+
+        def on_rows(done: int, _: int, accuracy: float) -> None:
+            bar.update(before + done, title=title, note=f"accuracy {accuracy:.3f}")
+
+        sizes = {} if condition.sizes is None else condition.sizes._asdict()
+        cache = replace(self.cache, **sizes).with_policy(condition.policy)
+        rows = run_method(
+            self.model,
+            self.tokenizer,
+            self._share_of(condition),
+            condition.allocation,
+            replace(self.settings[task], cache=cache, planned=condition.planned),
+            self.config.output_dir / "rows" / f"rows-{condition.key}.jsonl",
+            on_rows,
+        )
+        return Outcome.of_rows(condition.key, rows)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return every condition that was measured, for ``results.json``."""
+        found = []
+        for condition, outcome in self.outcomes.items():
+            described = {
+                "task": condition.task,
+                "requested_as": self.labels[condition],
+                "rows": f"rows-{condition.key}.jsonl",
+                "full_heads": condition.allocation.full.int().tolist(),
+                **condition.describe(),
+                "accuracy": float(outcome.correct.mean()),
+                "n": outcome.correct.size,
+                "kv_share": held_share([outcome]),
+                "seconds": round(outcome.seconds, 2),
+            }
+            found.append(described)
+        return found
+
+    # what analyses need
+
+    def full_requests(self) -> list[tuple[str, Condition]]:
+        """Return the full cache on every task, with its label."""
+        return [(FULL_CACHE, self.full_condition(task)) for task in self.tasks]
+
+    def requests(self, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
+        """Yield what the analyses need, with a label, in the order in which it is measured."""
+        config = self.config
+        swept = config.levels("sparsities")
+        if set(analyses) & {"sweep", "threshold", "modes", "lengths"}:
+            yield from self._at_sparsities(self.rankings, swept)
+        if "sweep" in analyses:
+            for sparsity, sizes, task in product(swept, config.parsed_sizes, self.tasks):
+                for condition in self.sized(task, sizes, sparsity):
+                    yield f"{self.first.name}, {sizes} @ {sparsity:g}", condition
+        if "comparison" in analyses:
+            yield from self._at_sparsities(self.rankings, config.levels("compare_at"))
+        if "sensitivity" in analyses:
+            for ranking, task, heads in product(self.rankings, self.tasks, self.top_heads):
+                for condition in self.seeds(task, ranking, ranking.without_top(heads)):
+                    yield f"{ranking.name}, top {heads} gone", condition
+        if "budget" in analyses:
+            for match in chain.from_iterable(map(self.matches, self.tasks)):
+                for condition in match.conditions:
+                    yield f"{match.method}, {match.saved:.0%} saved", condition
+        if "ablations" in analyses:
+            variants = (self.first, *self.ablations)
+            yield from self._at_sparsities(variants, config.levels("ablate_at"))
+
+    def _at_sparsities(
+        self, rankings: Sequence[Ranking], sparsities: Sequence[float]
+    ) -> Iterator[tuple[str, Condition]]:
+        """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
+        for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
+            for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
+                yield f"{ranking.name} @ {sparsity:g}", condition
+
+    # conditions of a task, and their outcomes
+
+    def full_condition(self, task: str) -> Condition:
+        return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
 
     def seeds(
         self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]
@@ -225,7 +389,7 @@ class Study:
         """
         if not ranking.drawn:
             return [Condition(task, allocation) for allocation in allocations]
-        draws = allocations[: len(self.measurements.tasks[task].problems)]
+        draws = allocations[: len(self.problems[task])]
         if len(set(draws)) == 1:
             return [Condition(task, draws[0])]
         parts = enumerate(draws)
@@ -233,30 +397,22 @@ class Study:
 
     def sized(self, task: str, sizes: Sizes, sparsity: float) -> list[Condition]:
         """Return a condition per seed of the first ranking with other sinks and another window."""
-        cache = self.measurements.tasks[task].settings.cache
-        own = Sizes(cache.sink, cache.window, cache.protect_prompt)
+        own = Sizes(self.cache.sink, self.cache.window, self.cache.protect_prompt)
         changed = None if sizes == own else sizes
         allocations = self.first.allocations(sparsity)
         return [Condition(task, allocation, sizes=changed) for allocation in allocations]
 
-    def full_condition(self, task: str) -> Condition:
-        return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
+    def outcomes_of(self, conditions: Sequence[Condition]) -> list[Outcome]:
+        """Return an outcome per condition; a single one if they are parts of a task."""
+        found = [self.outcomes[condition] for condition in conditions]
+        return found if conditions[0].part is None else [join(found)]
 
     def full(self, task: str) -> Outcome:
-        return self.measurements.outcome(self.full_condition(task))
-
-    def full_lengths(self, task: str) -> list[tuple[int, int]]:
-        """Return the (prompt, all) tokens that the full cache holds when each text ends."""
-        found = []
-        problems = self.measurements.tasks[task].problems
-        for problem, ids in zip(problems, self.full(task).tokens, strict=True):
-            prompt = len(problem.prompt_ids)
-            found.append((prompt, prompt + len(ids) - 1))  # the last token is never fed
-        return found
+        return self.outcomes[self.full_condition(task)]
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """Return an outcome per seed; random draws have one together."""
-        return self.measurements.outcomes(self.seeds(task, ranking, ranking.allocations(sparsity)))
+        return self.outcomes_of(self.seeds(task, ranking, ranking.allocations(sparsity)))
 
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
         """Return ``of(runs, full)`` at every sparsity, by ranking."""
@@ -267,14 +423,22 @@ class Study:
             found[ranking.name] = by_sparsity
         return found
 
-    def plot_file(self, analysis: str, task: str) -> Path:
-        return self.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
+    def full_texts(self, task: str) -> Texts:
+        """Return the texts of the full cache, whose bytes other methods are compared with."""
+        lengths = []
+        for problem, answer in zip(self.problems[task], self.full(task).answers, strict=True):
+            prompt = len(problem.prompt_ids)
+            lengths.append((prompt, prompt + len(answer.tokens) - 1))  # the last one is never fed
+        return Texts(lengths, EntrySize.of(self.model), self.cache)
 
     def matches(self, task: str) -> list[Match]:
         """Return :func:`matched_methods`, which walks all texts for each budget, made once."""
         if task not in self._matches:
             self._matches[task] = matched_methods(self, task)
         return self._matches[task]
+
+    def plot_file(self, analysis: str, task: str) -> Path:
+        return self.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
 
 
 def load_study(config: StudyConfig) -> Study:
@@ -289,31 +453,34 @@ def load_study(config: StudyConfig) -> Study:
     ablations = gates_rankings(config.ablation_files)
     every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
     cache = config.cache_settings({"first": every_gates[0]})
-    if config.extra is None:
-        config = replace(config, extra=default_extra(config, cache))
-    policies = policy_templates(config, cache.sink)
+    extra, policies = policy_templates(config, cache)
+    config = replace(config, extra=extra)
     loaded = config.problems(config.chosen_template(every_gates))
     model, tokenizer = config.load()
     for gates in every_gates:
         gates.check_model(model.config)
     shape = ModelShape.from_config(model.config)
     truth = None if config.oracle is None else read_truth(config.oracle, shape)
-    tasks = []
-    for task, problems in loaded:
+    problems = {}
+    settings = {}
+    for task, drawn in loaded:
         sampling = SamplingParams(config.token_limit(task))
-        settings = RunSettings(cache, sampling, batch_size=config.batch_size, rule=config.rule)
-        rendered = render_problems(task, problems, tokenizer)
-        tasks.append(StudyTask(task.name, rendered, settings))
+        problems[task.name] = render_problems(task, drawn, tokenizer)
+        settings[task.name] = RunSettings(
+            cache, sampling, batch_size=config.batch_size, rule=config.rule
+        )
     return Study(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
         rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
         ablations=tuple(ablations),
-        measurements=Measurements(model, tokenizer, tasks, config.output_dir / "rows"),
-        entry_size=EntrySize.of(model),
-        config=config,
         policies=policies,
         top_heads=top_heads(config.top_heads, shape.num_layers * shape.num_kv_heads),
         truth=truth,
         published=published,
+        problems=problems,
+        settings=settings,
     )
 
 
@@ -334,124 +501,48 @@ def top_heads(values: tuple[float, ...], total: int) -> tuple[int, ...]:
     return tuple(sorted(number for number in found if values or number < total))
 
 
-def policy_templates(config: StudyConfig, sink: int) -> dict[str, EvictionPolicy]:
-    """Return policies of the same sizes, by the names that they have in a table.
+def policy_templates(
+    config: StudyConfig, cache: CacheSettings
+) -> tuple[int, dict[str, EvictionPolicy]]:
+    """Return the ``extra`` of all policies, and these by the names that they have in a table.
 
-    A matching sets their budgets.  A policy that by default compacts at every token, observes one
-    or keeps no sinks stays so.  With ``prompt_variants`` each policy also comes with the other
+    The default of ``extra``: sinks + window, or what one of the policies always keeps where that is
+    more.  A matching sets the budgets.  A policy that by default compacts at every token, observes
+    one or keeps no sinks stays so.  With ``prompt_variants`` each policy also comes with the other
     choice of ``protect_prompt``.
     """
-    assert config.extra is not None
+    by_default = {name: make_policy(name, budget=4096) for name in config.policies}
+    extra = config.extra
+    if extra is None:
+        extra = cache.sink + cache.window
+        for default in by_default.values():
+            observed = default.observation if config.observation is None else config.observation
+            extra = max(extra, (cache.sink if default.sink else 0) + observed)
     found = {}
-    for name in config.policies:
-        sizes: dict[str, Any] = {"ratio": 0.0, "extra": config.extra}
-        defaults = make_policy(name, budget=4096)
-        if defaults.buffer > 1 and config.buffer is not None:
+    for name, default in by_default.items():
+        sizes: dict[str, Any] = {"ratio": 0.0, "extra": extra}
+        if default.buffer > 1 and config.buffer is not None:
             sizes["buffer"] = config.buffer
-        observes = defaults.observation > 1 and defaults.uses_queries
+        observes = default.observation > 1 and default.uses_queries
         if observes and config.observation is not None:
-            sizes["R" if hasattr(defaults, "R") else "observation"] = config.observation
-        if defaults.sink:
-            sizes["sink"] = min(sink, config.extra - 1)
+            sizes["R" if hasattr(default, "R") else "observation"] = config.observation
+        if default.sink:
+            sizes["sink"] = min(cache.sink, extra - 1)
         policy = make_policy(name, **sizes)
         found[name] = policy
         if config.prompt_variants:
             other = replace(policy, protect_prompt=not policy.protect_prompt)
             found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
-    return found
-
-
-def default_extra(config: StudyConfig, cache: CacheSettings) -> int:
-    """Return sinks + window, or what one of the policies always keeps where that is more."""
-    most = cache.sink + cache.window
-    for name in config.policies:
-        policy = make_policy(name, budget=4096)
-        observed = policy.observation if config.observation is None else config.observation
-        most = max(most, (cache.sink if policy.sink else 0) + observed)
-    return most
+    return extra, found
 
 
 # --- the same bytes
 
 
-def kv_share(
-    settings: CacheSettings,
-    full: Tensor,
-    size: EntrySize,
-    lengths: list[tuple[int, int]],
-    fixed: bool = False,
-) -> float:
-    """Return bytes in use over those of the full cache, both summed over texts.
-
-    lengths: (prompt, all) cached tokens of each text; fixed: a ratio is of each text's length from
-    its start, not of the tokens read so far.
-    """
-    prompts, tokens = (torch.tensor(column) for column in zip(*lengths, strict=True))
-    held, whole = kv_nbytes(settings, full, size, prompts, tokens, tokens if fixed else None)
-    return float(held.sum() / whole.sum())
-
-
-@dataclass(frozen=True)
-class ByteTarget:
-    """A limit on bytes: ``share`` of the full cache's, over texts of ``lengths``.
-
-    Methods return the largest budget that fits, or None; ``full`` is bool ``[layers, KV heads]``,
-    the full heads.  ``cache``: sinks and window, and how prompts are read.
-    """
-
-    share: float
-    size: EntrySize
-    lengths: list[tuple[int, int]]
-    cache: CacheSettings
-
-    def _fits(self, policy: EvictionPolicy | None, full: Tensor, fixed: bool = False) -> bool:
-        settings = replace(self.cache, eviction=policy)
-        return kv_share(settings, full, self.size, self.lengths, fixed) <= self.share
-
-    def match_ratio(
-        self, policy: EvictionPolicy, full: Tensor, fixed: bool = False
-    ) -> EvictionPolicy | None:
-        """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
-        low = -1  # the most steps known to fit
-        high = STEPS + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            sized = replace(policy, budget=None, ratio=middle / STEPS)
-            if self._fits(sized, full, fixed):
-                low = middle
-            else:
-                high = middle
-        return None if low < 0 else replace(policy, budget=None, ratio=low / STEPS)
-
-    def match_heads(self, order: Order, shape: tuple[int, int]) -> Tensor | None:
-        """Return the full heads when heads are compressed in ``order`` until the rest fits.
-
-        Compressed heads keep sinks and a window.
-        """
-        full = torch.ones(shape, dtype=torch.bool)
-        for head in order:
-            if self._fits(None, full):
-                return full
-            full[head] = False
-        return full if self._fits(None, full) else None
-
-
-@dataclass(frozen=True)
-class Match:
-    """A method at a saving; ``heads``: the ranking whose heads are full.
-
-    ``conditions``: one, or the draws that share the problems; empty if nothing fits.
-    """
-
-    method: str
-    heads: str
-    saved: float
-    conditions: list[Condition]
-
-
 def matched_methods(study: Study, task: str) -> list[Match]:
     """Return all methods at every saving.
 
+    A saving is the share of the full cache's bytes that must not be held at the end of a text.
     Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget,
     for each problem a share of its own full-cache text (RLKV, figure 16); every ranking (its first
     seed, random heads: all draws) with sinks and a window; policies under the heads of the first
@@ -459,55 +550,36 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     """
     config = study.config
     first = study.first
-    cache = study.measurements.tasks[task].settings.cache
-    lengths = study.full_lengths(task)
+    texts = study.full_texts(task)
+    lengths = tuple(tokens for _, tokens in texts.lengths)
     none_full = torch.zeros(first.shape, dtype=torch.bool)
+
+    def evicting(
+        share: float, template: EvictionPolicy, full: Tensor | None, fixed: bool = False
+    ) -> list[Condition]:
+        if full is None:
+            return []
+        policy = texts.match_ratio(share, template, full, fixed)
+        if policy is None:
+            return []
+        return [Condition(task, HeadAllocation(full), policy, lengths if fixed else None)]
 
     found = []
     for saved in config.levels("savings"):
-        target = ByteTarget(1 - saved, study.entry_size, lengths, cache)
+        share = 1 - saved
         for name, template in study.policies.items():
-            found.append(Match(name, "", saved, _evicting(task, target, template, none_full)))
+            found.append(Match(name, "", saved, evicting(share, template, none_full)))
             if config.fixed_budgets and name in config.policies:
-                conditions = _evicting(task, target, template, none_full, fixed=True)
+                conditions = evicting(share, template, none_full, fixed=True)
                 found.append(Match(f"{name}, {FIXED}", "", saved, conditions))
         for ranking in study.rankings:
             orders = ranking.orders if ranking.drawn else ranking.orders[:1]
-            kept = [target.match_heads(order, first.shape) for order in orders]
+            kept = [texts.match_heads(share, order, first.shape) for order in orders]
             allocations = [HeadAllocation(full) for full in kept if full is not None]
             conditions = study.seeds(task, ranking, allocations) if allocations else []
             found.append(Match(f"{ranking.name} + sinks + window", ranking.name, saved, conditions))
-        split = split_heads(first.orders[0], 1 - saved, config.head_share, first.shape)
+        split = split_heads(first.orders[0], share, config.head_share, first.shape)
         for name, template in study.policies.items():
-            conditions = [] if split is None else _evicting(task, target, template, split)
+            conditions = evicting(share, template, split)
             found.append(Match(f"{first.name} + {name}", first.name, saved, conditions))
     return found
-
-
-def _evicting(
-    task: str, target: ByteTarget, template: EvictionPolicy, full: Tensor, fixed: bool = False
-) -> list[Condition]:
-    policy = target.match_ratio(template, full, fixed)
-    if policy is None:
-        return []
-    planned = tuple(tokens for _, tokens in target.lengths) if fixed else None
-    return [Condition(task, HeadAllocation(full), policy, planned)]
-
-
-def split_heads(
-    order: Order, share: float, head_share: float, shape: tuple[int, int]
-) -> Tensor | None:
-    """Return full heads such that the others may keep ``head_share * share`` of a text.
-
-    The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
-    compressible.
-    """
-    total = shape[0] * shape[1]
-    kept = head_share * share
-    compressible = round(total * (1 - share) / (1 - kept))
-    if compressible >= total:
-        return None
-    full = torch.ones(shape, dtype=torch.bool)
-    for head in order[:compressible]:
-        full[head] = False
-    return full

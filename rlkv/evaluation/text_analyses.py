@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlkv.evaluation.measurements import Condition, Outcome, accuracy_of, compare
 from rlkv.evaluation.metrics import (
@@ -58,41 +57,39 @@ def modes(study: Study, task: str, page: Page) -> Metrics:
     solved = int(full.correct.sum())
     methods = study.sweep(task, mode_shares)
     examples = failed_texts(study, task)
-    numbers: Metrics = {
-        "solved": solved,
-        "n": full.correct.size,
-        "methods": methods,
-        "examples": examples,
-    }
-    if not solved:
+    if solved:
+        _write_modes(study, task, page, methods, solved)
+    else:
         page.paragraph(f"{task}: the full cache solves no problem.")
-        return numbers
-    page.table(
-        ["heads", *levels(study.sparsities)],
-        table_rows(methods, _modes_cell),
-        f"{task}: share that fails of the {solved} problems that the full cache solves, then how "
-        f"it fails (the first mode that fits); {INTERVALS}.",
-    )
-    panels: dict[str, dict[str, dict[str, float]]] = {}
-    for place, title in enumerate(levels(study.sparsities)):
-        panels[title] = {}
-        for name, by_sparsity in methods.items():
-            panels[title][name] = {mode: by_sparsity[place][mode]["mean"] for mode in MODES}
-    path = plot_stacked(study.plot_file("modes", task), panels, MODE_COLORS)
-    page.picture(path, f"{task}: error modes of problems that the full cache solves.")
     for mode, example in examples.items():
         page.paragraph(
             f"{mode}: {example['problem']} under {study.first.name} at {example['sparsity']:g}, "
             f"first seed, {example['tokens']} tokens:"
         )
         page.code(example["text"])
-    return numbers
+    return {"solved": solved, "n": full.correct.size, "methods": methods, "examples": examples}
 
 
-def _modes_cell(shares: Metrics) -> str:
-    failing = sum(shares[mode]["mean"] for mode in MODES)
-    parts = [f"{mode} {estimate(shares[mode])}" for mode in MODES]
-    return f"{failing:.3f} {'; '.join(parts)}"
+def _write_modes(
+    study: Study, task: str, page: Page, methods: dict[str, list[Metrics]], solved: int
+) -> None:
+    rows = []
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for name, by_sparsity in methods.items():
+        rows.append([name])
+        for level, shares in zip(levels(study.sparsities), by_sparsity, strict=True):
+            means = {mode: shares[mode]["mean"] for mode in MODES}
+            parts = [f"{mode} {estimate(shares[mode])}" for mode in MODES]
+            rows[-1].append(f"{sum(means.values()):.3f} {'; '.join(parts)}")
+            panels.setdefault(level, {})[name] = means
+    page.table(
+        ["heads", *levels(study.sparsities)],
+        rows,
+        f"{task}: share that fails of the {solved} problems that the full cache solves, then how "
+        f"it fails (the first mode that fits); {INTERVALS}.",
+    )
+    path = plot_stacked(study.plot_file("modes", task), panels, MODE_COLORS)
+    page.picture(path, f"{task}: error modes of problems that the full cache solves.")
 
 
 def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
@@ -117,22 +114,17 @@ def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
     """
     found: dict[str, Metrics] = {}
     right = study.full(task).correct
-    problems = study.measurements.tasks[task].problems
     for sparsity in study.sparsities:
-        run = study.runs(task, study.first, sparsity)[0]
-        for place, mode in enumerate(run.modes):
-            if mode is None or mode in found or not right[place]:
+        answers = study.runs(task, study.first, sparsity)[0].answers
+        for problem, answer, solved in zip(study.problems[task], answers, right, strict=True):
+            if answer.mode is None or answer.mode in found or not solved:
                 continue
-            tokens = run.tokens[place].tolist()
-            text = str(study.measurements.tokenizer.decode(tokens, skip_special_tokens=True))
+            tokens = answer.tokens.tolist()
+            text = str(study.tokenizer.decode(tokens, skip_special_tokens=True))
             if len(text) > 2 * SHOWN:
                 text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
-            found[mode] = {
-                "problem": problems[place].key,
-                "sparsity": sparsity,
-                "tokens": len(tokens),
-                "text": text,
-            }
+            example = {"problem": problem.key, "sparsity": sparsity}
+            found[answer.mode] = {**example, "tokens": len(tokens), "text": text}
     return found
 
 
@@ -144,7 +136,7 @@ def lengths(study: Study, task: str, page: Page) -> Metrics:
     def of(runs: Sequence[Outcome], full: Outcome) -> Metrics:
         for run in runs:
             if run.key not in known:
-                known[run.key] = repetition_of(run.tokens)
+                known[run.key] = repetition_of(run)
         columns = np.mean([known[run.key] for run in runs], axis=0).T
         repetition = zip(REPETITION, columns, strict=True)
         return {
@@ -164,19 +156,17 @@ def lengths(study: Study, task: str, page: Page) -> Metrics:
         f"{task}: output tokens of all texts; then, where the method and the full cache are both "
         f"right, of the method, the difference to the full cache, and n problems; {INTERVALS}.",
     )
-    labelled = {FULL_CACHE: numbers["full"]}
+    repetition = {FULL_CACHE: numbers["full"]["repetition"].values()}
     for name, by_sparsity in numbers["methods"].items():
         for level, found in zip(levels(study.sparsities), by_sparsity, strict=True):
-            labelled[f"{name}, {level}"] = found
-    repetition = {label: found["repetition"].values() for label, found in labelled.items()}
+            repetition[f"{name}, {level}"] = found["repetition"].values()
     page.table(
         ["heads, sparsity", *REPETITION],
         table_rows(repetition, estimate),
         f"{task}: means over texts of n-gram entropy (bits), of the share of n-grams that occurred "
         "before, and of how often the n-gram at a random position occurs; all grow with length.",
     )
-    panels = _length_panels(study, task, numbers)
-    path = plot_curves(study.plot_file("lengths", task), *panels)
+    path = plot_curves(study.plot_file("lengths", task), *_length_panels(study, task, numbers))
     page.picture(path, f"{task}: output tokens with 95% intervals; shares of texts by length.")
     return numbers
 
@@ -205,11 +195,11 @@ def _length_panels(study: Study, task: str, numbers: Metrics) -> list[Panel]:
     ]
 
 
-def repetition_of(tokens: Sequence[NDArray[np.int32]]) -> Floats:
+def repetition_of(run: Outcome) -> Floats:
     """Apply :data:`MEASURES` to the n-grams of each text, n = 1 to 3: float ``[texts, 9]``."""
     found = []
-    for ids in tokens:
-        text = ids.tolist()
+    for answer in run.answers:
+        text = answer.tokens.tolist()
         found.append([measure(text, n) for measure, n in product(MEASURES.values(), NGRAMS)])
     return np.array(found)
 
@@ -263,7 +253,7 @@ def budget(study: Study, task: str, page: Page) -> Metrics:
         if not match.conditions:
             row["savings"].append(None)
             continue
-        (outcome,) = study.measurements.outcomes(match.conditions)
+        (outcome,) = study.outcomes_of(match.conditions)
         outcomes[match.saved][match.method] = outcome
         row["savings"].append(_budget_numbers(match.conditions[0], outcome, full))
     differences = _dynamic_minus_fixed(study.config, outcomes)

@@ -15,8 +15,9 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
-from rlkv.evaluation.analyses import ANALYSES, conditions, cost_metrics, cost_text
-from rlkv.evaluation.study import kv_share, load_study
+from rlkv.evaluation.analyses import cost_metrics, cost_text
+from rlkv.evaluation.measurements import Texts
+from rlkv.evaluation.study import ANALYSES, load_study
 from rlkv.evaluation.text_analyses import both_right, mode_shares
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
@@ -99,21 +100,16 @@ def numbers(study: Path, analysis: str) -> dict[str, Any]:
 
 def test_every_allocation_is_measured_once(study: Path) -> None:
     found = results(study)["conditions"]
-    names = {tuple(condition["requested_as"]) for condition in found}
-    assert ("mine @ 0.5", "mine, 4+16 @ 0.5") in names  # both seeds and three analyses request it
-    assert ("other <b> @ 0.5", "variant @ 0.5") in names
-    only_matched = []
-    for condition in found:
-        if all(name.endswith("30% saved") for name in condition["requested_as"]):
-            only_matched.append(condition)
+    names = [condition["requested_as"] for condition in found]
+    # both seeds and three analyses request it
+    assert ["mine @ 0.5", "mine, 4+16 @ 0.5"] in names
+    assert ["other <b> @ 0.5", "variant @ 0.5"] in names
+    only_matched = [of for of in names if all(name.endswith("30% saved") for name in of)]
     # full, mine, other = variant, oracle, two draws; as many without the top heads; two sizes;
     # methods at matched bytes
     assert len(found) == 6 + 5 + 2 + len(only_matched)
     assert len(list((study / "rows").glob("*.jsonl"))) == len(found)
-    drawn = []
-    for condition in found:
-        if any(name.startswith("random heads") for name in condition["requested_as"]):
-            drawn.append(condition["part"])
+    drawn = [of["part"] for of in found if of["requested_as"][0].startswith("random heads")]
     assert drawn == [[0, 2], [1, 2]] * 3  # at 0.5, without the top heads, at matched bytes
     assert list(results(study)["analyses"]) == list(ANALYSES)
 
@@ -130,26 +126,25 @@ def test_methods_at_matched_bytes(study: Path, problems: list[dict[str, Any]]) -
     prompts = [render_prompt(tokenizer, problem["problem"]) for problem in problems]
     prompt_tokens = list(map(len, tokenizer(prompts, add_special_tokens=False).input_ids))
 
-    def lengths(name: str) -> list[tuple[int, int]]:
+    def texts(name: str) -> Texts:
         lines = (study / "rows" / measured[name]["rows"]).read_text().splitlines()
         tokens = {row["key"]: len(row["token_ids"]) for row in map(json.loads, lines)}
-        return [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
+        lengths = [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
+        return Texts(lengths, EntrySize.of(model), CACHE)
 
-    size = EntrySize.of(model)
     for name in ("mine + rkv", "rkv (prompt kept)", "mine + sinks + window"):
         condition = measured[f"{name}, 30% saved"]
         heads = torch.tensor(condition["full_heads"], dtype=torch.bool)
-        fields = dict(condition["policy"] or {})
-        policy = make_policy(fields.pop("name"), **fields) if fields else None
-        cache = CacheSettings(4, 16, "full", policy)
+        policy = make_policy(**condition["policy"]) if condition["policy"] else None
         # on the texts of the full cache: at most what was asked for, and not much less
-        assert 0.6 < kv_share(cache, heads, size, lengths("full cache")) <= 0.7
+        assert 0.6 < texts("full cache").held(policy, heads) <= 0.7
+        cache = CACHE.with_policy(policy)
         _, correct = decode(model, tokenizer, problems, HeadAllocation(heads), cache, TOKENS)
         assert found[name]["accuracy"]["mean"] == sum(correct) / NUM_PROBLEMS
-        own = kv_share(cache, heads, size, lengths(f"{name}, 30% saved"))
+        own = texts(f"{name}, 30% saved").held(policy, heads)
         assert found[name]["accuracy"]["kv_share"] == pytest.approx(own)
     fixed = measured["rkv, fixed budget, 30% saved"]
-    assert fixed["planned"] == [tokens for _, tokens in lengths("full cache")]
+    assert fixed["planned"] == [tokens for _, tokens in texts("full cache").lengths]
     none_full = HeadAllocation(torch.zeros(4, 6, dtype=torch.bool))
     policy = make_policy(**fixed["policy"])
     right = []
@@ -165,16 +160,11 @@ def test_a_sweep_is_what_plain_decoding_gives(
 ) -> None:
     model, tokenizer = tiny.load()
     allocation = HeadAllocation.from_gates(HeadGates.load(inputs / "a" / "gates.pt"), 0.5)
+    protected = CacheSettings(0, 8, protect_prompt=True)
+    sizes = {"4+16": CACHE, "4+8": CacheSettings(4, 8), "prompt+8": protected}
     sweep = numbers(study, "sweep")
-    found = {"4+16": sweep["methods"]["mine"][0]}
-    for name in ("4+8", "prompt+8", "4+16"):
-        found[name] = sweep["sizes"][f"mine, {name}"][0]
+    found = {name: sweep["sizes"][f"mine, {name}"][0] for name in sizes}
     assert found["4+16"]["mean"] == sweep["methods"]["mine"][0]["mean"]
-    sizes = {
-        "4+16": CACHE,
-        "4+8": CacheSettings(4, 8),
-        "prompt+8": CacheSettings(0, 8, protect_prompt=True),
-    }
     for name, cache in sizes.items():
         _, correct = decode(model, tokenizer, problems, allocation, cache, TOKENS)
         assert found[name]["mean"] == sum(correct) / NUM_PROBLEMS
@@ -189,13 +179,13 @@ def test_draws_share_the_problems(
 ) -> None:
     loaded = load_study(config_of(inputs, study))  # rows are there already
     random = loaded.rankings[-1]
-    loaded.measurements.measure("again", conditions(loaded, ["sweep"]))
+    loaded.measure("again", loaded.requests(["sweep"]))
     model, tokenizer = tiny.load()
     allocations = random.allocations(0.5)
-    (joined,) = loaded.measurements.outcomes(loaded.seeds("tiny", random, allocations))
+    (joined,) = loaded.runs("tiny", random, 0.5)
     for i, problem in enumerate(problems):
         (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CACHE, TOKENS)
-        assert joined.tokens[i].tolist() == list(text.token_ids)
+        assert joined.answers[i].tokens.tolist() == list(text.token_ids)
         assert joined.correct[i] == correct[0]
     sweep = numbers(study, "sweep")["methods"]["random heads"][0]
     assert (sweep["n"], sweep["draws"]) == (NUM_PROBLEMS, 2)
@@ -211,7 +201,7 @@ def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path)
     assert parts == [(i, NUM_PROBLEMS) for i in range(NUM_PROBLEMS)]  # not more than problems
     (same,) = loaded.seeds("tiny", random, random.allocations(1.0))  # all have the same heads
     assert same.part is None
-    names = dict.fromkeys(name for name, _ in conditions(loaded, ["sweep"]))
+    names = dict.fromkeys(name for name, _ in loaded.requests(["sweep"]))
     assert [name.split(" @ ")[1] for name in names] == ["0.5"] * 4 + ["0.2"] * 4
 
 

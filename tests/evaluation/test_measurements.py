@@ -1,26 +1,24 @@
-"""Rankings of heads, outcomes over seeds, and two processes that measure one study."""
+"""Outcomes over seeds, rankings of heads, conditions; budgets at the same bytes."""
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.evaluation import measurements as module
+from rlkv.cache.accounting import EntrySize
 from rlkv.evaluation.measurements import (
     Condition,
-    Measurements,
+    GroundTruth,
     Sizes,
-    StudyTask,
+    Texts,
     accuracy_of,
     agreement,
     compare,
-    elimination_order,
     gates_rankings,
     group_by_name,
     join,
@@ -30,20 +28,23 @@ from rlkv.evaluation.measurements import (
 )
 from rlkv.evaluation.metrics import wilson_interval
 from rlkv.evaluation.report import ORACLE, RANDOM
-from rlkv.evaluation.runner import KEY, Problem, RunSettings
-from rlkv.eviction import RKV
+from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.rollout.base import SamplingParams
-from rlkv.utils.progress import ProgressBar
-from rlkv.utils.store import open_store
 from tests.helpers.study_fakes import SHAPE, outcome, ranking
 
 ALPHA = [0.9, 0.1, 0.5, 0.0, 0.7, 0.3]
 MODEL = ModelShape("m", "llama", *SHAPE, 6, 8)
-ORDER = [(0, 1), (1, 2), (0, 0), (1, 0), (1, 1), (0, 2)]
+ORDER = ((0, 1), (1, 2), (0, 0), (1, 0), (1, 1), (0, 2))
 LOST: list[list[object]] = [[0.1, 0.0, 0.2], [0.3, -0.1, 0]]
+NONE_FULL = torch.zeros(2, 4, dtype=torch.bool)
+HALF_FULL = torch.tensor([[True, True, False, False]] * 2)
+TEXTS = Texts(
+    lengths=[(20, 200), (35, 410), (50, 333)],
+    size=EntrySize(head_dim=16, group_size=2, itemsize=4),
+    cache=CacheSettings(sink=4, window=16),
+)
 
 # --- outcomes
 
@@ -57,8 +58,8 @@ def test_parts_become_one_outcome_in_the_order_of_the_problems() -> None:
     found = join(parts)
     assert found.correct.tolist() == [1, 0, 0, 1, 1, 0, 0]
     assert found.lengths.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert found.modes == (None, "overlength", "incorrect", None, None, "incorrect", "incorrect")
-    assert (found.draws, found.seconds, found.kv_share) == (3, 4.5, 0.6)
+    assert found.modes == [None, "overlength", "incorrect", None, None, "incorrect", "incorrect"]
+    assert (found.key, found.draws, found.seconds) == ("a+b+c", 3, 4.5)
 
 
 def test_mean_over_seeds_and_its_interval() -> None:
@@ -101,11 +102,9 @@ def test_low_gates_go_first_and_the_top_is_the_other_end() -> None:
 
 
 def test_references() -> None:
-    order = [(1, 2), (0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
-    truth = {"elimination": [{"layer": layer, "head": head} for layer, head in order]}
-    oracle, random = reference_rankings(MODEL, truth, 3)
+    oracle, random = reference_rankings(MODEL, GroundTruth(ORDER, torch.zeros(SHAPE)), 3)
     assert (oracle.name, random.name, random.drawn) == (ORACLE, RANDOM, True)
-    assert compressible(oracle.allocations(0.34)[0]) == [0, 5]
+    assert compressible(oracle.allocations(0.34)[0]) == [1, 5]
     for seed, allocation in enumerate(random.allocations(0.5)):
         assert allocation == HeadAllocation.random(*SHAPE, 0.5, seed)
     assert reference_rankings(MODEL, None, 0) == []
@@ -117,19 +116,10 @@ def test_files_of_one_name_are_seeds(tmp_path: Path) -> None:
     for text in ("a.pt", "=a.pt", "a="):
         with pytest.raises(ValueError, match=f"--gates {text!r}"):
             group_by_name([text], "--gates")
-    with pytest.raises(ValueError, match=r"--ablation.*'a'"):
-        group_by_name(["a=1.pt"], "--ablation", ["a"])
     HeadGates(torch.tensor([[0.1, 0.0]])).save(tmp_path / "1.pt")
     HeadGates(torch.tensor([[0.0, 0.1]])).save(tmp_path / "3.pt")
     (made,) = gates_rankings({"a": [str(tmp_path / "1.pt"), str(tmp_path / "3.pt")]})
     assert made.orders == (((0, 1), (0, 0)), ((0, 0), (0, 1)))
-
-
-def truth_file(folder: Path, order: list[tuple[int, int]], lost: object) -> Path:
-    steps = [{"layer": layer, "head": head} for layer, head in order]
-    content = {"elimination": steps, "accuracy_lost_by_single_head": lost}
-    (folder / "t.json").write_text(json.dumps(content))
-    return folder / "t.json"
 
 
 @pytest.mark.parametrize(
@@ -140,20 +130,25 @@ def truth_file(folder: Path, order: list[tuple[int, int]], lost: object) -> Path
         (ORDER, None, "what accuracy"),
         (ORDER, [[0.1, 0.2], [0.3, 0.4]], "what accuracy"),
         (ORDER, [1, [2]], "not a ground-truth file"),
+        (ORDER, LOST, None),
     ],
 )
-def test_a_ground_truth_is_whole_or_refused(tmp_path: Path, order, lost, message: str) -> None:
-    found = read_truth(truth_file(tmp_path, ORDER, LOST), MODEL)
-    assert (elimination_order(found), found["accuracy_lost_by_single_head"]) == (ORDER, LOST)
+def test_a_ground_truth_is_whole_or_refused(tmp_path: Path, order, lost, message) -> None:
+    steps = [{"layer": layer, "head": head} for layer, head in order]
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"elimination": steps, "accuracy_lost_by_single_head": lost}))
+    if message is None:
+        found = read_truth(file, MODEL)
+        assert found.elimination == ORDER
+        assert torch.equal(found.lost, torch.tensor(LOST))
+        return
     with pytest.raises(ValueError, match=message):
-        read_truth(truth_file(tmp_path, order, lost), MODEL)
+        read_truth(file, MODEL)
 
 
 def test_agreement_with_a_ground_truth() -> None:
-    truth = {
-        "elimination": [{"layer": i // 2, "head": i % 2} for i in (3, 1, 0, 2)],
-        "accuracy_lost_by_single_head": [[0.3, 0.1], [0.4, 0.0]],
-    }
+    lost = torch.tensor([[0.3, 0.1], [0.4, 0.0]])
+    truth = GroundTruth(((1, 1), (0, 1), (0, 0), (1, 0)), lost)
     same = agreement(HeadGates(alpha=torch.tensor([[0.6, 0.2], [0.9, 0.0]])), truth)
     assert list(same.values()) == pytest.approx([1.0, 1.0, 1.0])
     reverse = agreement(HeadGates(alpha=torch.tensor([[0.2, 0.6], [0.0, 0.9]])), truth)
@@ -162,63 +157,6 @@ def test_agreement_with_a_ground_truth() -> None:
 
 
 # --- conditions
-
-
-def condition(number: int) -> Condition:
-    full = torch.zeros(SHAPE, dtype=torch.bool)
-    full.view(-1)[:number] = True
-    return Condition("task", HeadAllocation(full))
-
-
-@pytest.fixture
-def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurements:
-    """Take the file of a condition, as the runner does, and give a right answer per full head."""
-
-    def run_method(*arguments: Any) -> list[dict[str, Any]]:
-        allocation, file, on_rows = arguments[3], arguments[5], arguments[6]
-        with open_store(file, {}, KEY):
-            on_rows(2, 2, 0.5)
-        return [{"key": "a", "full": int(allocation.full.sum())}]
-
-    monkeypatch.setattr(module, "run_method", run_method)
-    monkeypatch.setattr(
-        module, "outcome_of", lambda key, rows: outcome("1" * rows[0]["full"] + "0", key=key)
-    )
-    problems = [Problem("a", "prompt", [1, 2, 3], bool)]
-    task = StudyTask("task", problems, RunSettings(CacheSettings(), SamplingParams(4)))
-    return Measurements(None, None, [task], tmp_path / "rows")  # type: ignore[arg-type]
-
-
-def test_a_condition_in_use_is_left_for_later(
-    measurements: Measurements, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conditions = [condition(number) for number in (1, 2, 3)]
-    order: list[str] = []
-    waits: list[float] = []
-
-    def update(
-        self: ProgressBar, done: int, total: int | None = None, title: str = "", note: str = ""
-    ) -> None:
-        order.append(title)
-
-    monkeypatch.setattr(ProgressBar, "update", update)
-    with ExitStack() as other:
-        other.enter_context(
-            open_store(measurements.folder / f"rows-{conditions[0].key}.jsonl", {}, KEY)
-        )
-
-        def wait(seconds: float) -> None:
-            waits.append(seconds)
-            if len(waits) == 2:
-                other.close()  # the other process is done
-
-        monkeypatch.setattr(module.time, "sleep", wait)
-        measurements.measure(
-            "t", [(f"number {number}", of) for number, of in enumerate(conditions)]
-        )
-    assert order == ["task: number 1", "task: number 2", "task: number 0"]
-    assert len(waits) == 2, "nothing waits while another condition is free"
-    assert [int(measurements.outcome(of).correct.sum()) for of in conditions] == [1, 2, 3]
 
 
 def test_every_field_is_in_the_key() -> None:
@@ -243,3 +181,54 @@ def test_sizes_are_written_as_they_are_read() -> None:
     assert Sizes.parse("16+64") == Sizes(16, 64)
     assert Sizes.parse("prompt+64") == Sizes(0, 64, protect_prompt=True)
     assert [str(Sizes.parse(text)) for text in ("0+8", "prompt+8")] == ["0+8", "prompt+8"]
+
+
+# --- the same bytes, never above the target and never far below
+
+
+@pytest.mark.parametrize(
+    ("policy", "full", "fixed", "share"),
+    [
+        (SinkWindow(ratio=0.0, extra=20, buffer=16), NONE_FULL, False, 0.6),
+        (RKV(ratio=0.0, extra=20, buffer=16, observation=4), HALF_FULL, False, 0.8),
+        (RKV(ratio=0.0, extra=20, buffer=16, observation=4), NONE_FULL, True, 0.7),
+        (RPC(ratio=0.0, extra=20, buffer=16, R=4), NONE_FULL, False, 0.8),
+        (H2O(ratio=0.0, extra=20), HALF_FULL, True, 0.7),
+        (TOVA(ratio=0.0, extra=20), NONE_FULL, False, 0.6),
+        (RandomEviction(ratio=0.0, extra=20, buffer=16), HALF_FULL, False, 0.6),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_largest_ratio_that_fits(policy, full, fixed: bool, share: float) -> None:
+    found = TEXTS.match_ratio(share, policy, full, fixed)
+    assert found is not None
+    assert replace(found, ratio=0.0) == policy
+    # a buffer of the shortest text is 8% of it
+    assert share - 0.06 < TEXTS.held(found, full, fixed) <= share
+    assert TEXTS.held(replace(found, ratio=found.ratio + 2**-14), full, fixed) > share
+
+
+@pytest.mark.parametrize(
+    ("share", "policy", "full", "ratio"),
+    [
+        (0.3, RKV(ratio=0.0, extra=150, observation=4), NONE_FULL, None),
+        (0.3, TOVA(ratio=0.0, extra=20), HALF_FULL, None),  # full heads alone hold half
+        (1.01, TOVA(ratio=0.0, extra=20), NONE_FULL, 1.0),  # with the observed query
+    ],
+)
+def test_nothing_and_everything_may_fit(share: float, policy, full, ratio: float | None) -> None:
+    found = TEXTS.match_ratio(share, policy, full)
+    assert (None if found is None else found.ratio) == ratio
+
+
+def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
+    order = ((1, 3), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3))
+    for share in (0.9, 0.6, 0.3):
+        full = TEXTS.match_heads(share, order, (2, 4))
+        assert full is not None
+        count = int((~full).sum())
+        assert {tuple(head) for head in (~full).nonzero().tolist()} == set(order[:count])
+        fewer = full.clone()
+        fewer[order[count - 1]] = True
+        assert TEXTS.held(None, full) <= share < TEXTS.held(None, fewer)
+    assert TEXTS.match_heads(0.01, order, (2, 4)) is None

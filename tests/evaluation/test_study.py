@@ -1,32 +1,30 @@
-"""Options of rlkv-study; budgets at matched bytes, never above the target and never far below."""
+"""Options of rlkv-study, and conditions that several processes measure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
+from rlkv.evaluation import study as module
+from rlkv.evaluation.measurements import Condition
+from rlkv.evaluation.runner import KEY
 from rlkv.evaluation.study import (
-    ByteTarget,
     StudyConfig,
-    default_extra,
-    kv_share,
+    load_study,
     policy_templates,
     top_heads,
 )
-from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from tests.helpers.study_program import run, write_inputs
+from rlkv.utils.store import open_store
+from tests.helpers.study_program import config_of, run, write_inputs
 
-SIZE = EntrySize(head_dim=16, group_size=2, itemsize=4)
-LENGTHS = [(20, 200), (35, 410), (50, 333)]
-NONE_FULL = torch.zeros(2, 4, dtype=torch.bool)
-HALF_FULL = torch.tensor([[True, True, False, False]] * 2)
 CACHE = CacheSettings(sink=4, window=16)
 
 
@@ -88,12 +86,13 @@ def config(**options) -> StudyConfig:
 )
 def test_what_policies_keep_always_fits(policies, observation, extra: int) -> None:
     given = config(policies=policies, observation=observation, prompt_variants=False)
-    assert default_extra(given, CACHE) == extra
-    assert set(policy_templates(replace(given, extra=extra), sink=4)) == set(policies)
+    found, templates = policy_templates(given, CACHE)
+    assert found == extra
+    assert set(templates) == set(policies)
 
 
 def test_policies_come_with_the_other_treatment_of_the_prompt() -> None:
-    found = policy_templates(config(policies=("rkv", "random"), extra=20), sink=4)
+    _, found = policy_templates(config(policies=("rkv", "random"), extra=20), CACHE)
     kept = {name: policy.protect_prompt for name, policy in found.items()}
     assert kept == {
         "rkv": False,
@@ -103,55 +102,35 @@ def test_policies_come_with_the_other_treatment_of_the_prompt() -> None:
     }
 
 
-# --- the same bytes
+def test_a_condition_in_use_is_left_for_later(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study(config_of(inputs, tmp_path))
+    requests = []
+    for number in range(3):
+        full = torch.zeros(study.first.shape, dtype=torch.bool)
+        full.view(-1)[:number] = True
+        requests.append((f"number {number}", Condition("tiny", HeadAllocation(full))))
+    order: list[int] = []
+    waits: list[float] = []
 
+    def run_method(*arguments: Any) -> list[dict[str, Any]]:
+        with open_store(arguments[5], {}, KEY):
+            order.append(arguments[3].num_full)
+        return []
 
-@pytest.mark.parametrize(
-    ("policy", "full", "fixed", "share"),
-    [
-        (SinkWindow(ratio=0.0, extra=20, buffer=16), NONE_FULL, False, 0.6),
-        (RKV(ratio=0.0, extra=20, buffer=16, observation=4), HALF_FULL, False, 0.8),
-        (RKV(ratio=0.0, extra=20, buffer=16, observation=4), NONE_FULL, True, 0.7),
-        (RPC(ratio=0.0, extra=20, buffer=16, R=4), NONE_FULL, False, 0.8),
-        (H2O(ratio=0.0, extra=20), HALF_FULL, True, 0.7),
-        (TOVA(ratio=0.0, extra=20), NONE_FULL, False, 0.6),
-        (RandomEviction(ratio=0.0, extra=20, buffer=16), HALF_FULL, False, 0.6),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_the_largest_ratio_that_fits(policy, full, fixed: bool, share: float) -> None:
-    found = ByteTarget(share, SIZE, LENGTHS, CACHE).match_ratio(policy, full, fixed)
-    assert found is not None
-    assert replace(found, ratio=0.0) == policy
-    held = kv_share(CacheSettings(eviction=found), full, SIZE, LENGTHS, fixed)
-    assert share - 0.06 < held <= share  # a buffer of the shortest text is 8% of it
-    larger = replace(found, ratio=found.ratio + 2**-14)
-    assert kv_share(CacheSettings(eviction=larger), full, SIZE, LENGTHS, fixed) > share
+    with ExitStack() as other:
+        file = tmp_path / "rows" / f"rows-{requests[0][1].key}.jsonl"
+        other.enter_context(open_store(file, {}, KEY))
 
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                other.close()  # the other process is done
 
-@pytest.mark.parametrize(
-    ("share", "policy", "full", "ratio"),
-    [
-        (0.3, RKV(ratio=0.0, extra=150, observation=4), NONE_FULL, None),
-        (0.1, RandomEviction(ratio=0.0, extra=20), NONE_FULL, None),
-        (0.3, TOVA(ratio=0.0, extra=20), HALF_FULL, None),  # full heads alone hold half
-        (1.01, TOVA(ratio=0.0, extra=20), NONE_FULL, 1.0),  # with the observed query
-    ],
-)
-def test_nothing_and_everything_may_fit(share: float, policy, full, ratio: float | None) -> None:
-    found = ByteTarget(share, SIZE, LENGTHS, CACHE).match_ratio(policy, full)
-    assert (None if found is None else found.ratio) == ratio
-
-
-def test_heads_are_compressed_in_their_order_until_it_fits() -> None:
-    order = ((1, 3), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (0, 3))
-    for share in (0.9, 0.6, 0.3):
-        full = ByteTarget(share, SIZE, LENGTHS, CACHE).match_heads(order, (2, 4))
-        assert full is not None
-        assert kv_share(CACHE, full, SIZE, LENGTHS) <= share
-        count = int((~full).sum())
-        assert {tuple(head) for head in (~full).nonzero().tolist()} == set(order[:count])
-        fewer = full.clone()
-        fewer[order[count - 1]] = True
-        assert kv_share(CACHE, fewer, SIZE, LENGTHS) > share
-    assert ByteTarget(0.01, SIZE, LENGTHS, CACHE).match_heads(order, (2, 4)) is None
+        monkeypatch.setattr(module, "run_method", run_method)
+        monkeypatch.setattr(module.time, "sleep", wait)
+        study.measure("t", requests)
+    assert order == [1, 2, 0]
+    assert len(waits) == 2, "nothing waits while another condition is free"
+    assert study.outcomes.keys() == {condition for _, condition in requests}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlkv.evaluation.measurements import Outcome, Ranking
+from rlkv.evaluation.measurements import Answer, Outcome, Ranking
 from rlkv.gates.allocation import compression_order
 from rlkv.gates.head_gates import HeadGates
 
@@ -16,17 +16,13 @@ def outcome(
     correct: str, lengths: list[int] | None = None, key: str = "", modes: str = "incorrect"
 ) -> Outcome:
     """``correct`` has a 1 or 0 per problem; wrong ones fail by ``modes``; texts are 0, 1, 2, ..."""
-    right = np.array([float(character) for character in correct])
     sizes = lengths or [4] * len(correct)
-    return Outcome(
-        key or correct,
-        right,
-        tuple(None if character == "1" else modes for character in correct),
-        tuple(np.arange(size, dtype=np.int32) for size in sizes),
-        np.full(len(correct), 60, dtype=np.int64),
-        np.full(len(correct), 100, dtype=np.int64),
-        1.5,
-    )
+    answers = []
+    for character, size in zip(correct, sizes, strict=True):
+        mode = None if character == "1" else modes
+        text = np.arange(size, dtype=np.int32)
+        answers.append(Answer(float(character), mode, text, kv_bytes=60, kv_bytes_full=100))
+    return Outcome(key or correct, tuple(answers), seconds=1.5)
 
 
 def ranking(name: str, *alphas: list[float]) -> Ranking:
