@@ -10,7 +10,7 @@ j <= t.  With a protected prompt S is a number of each row, and R is the largest
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from rlkv.cache.schedule import (
     split_call,
 )
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.kernels.step import DecodeStep, switched_on
+from rlkv.kernels.step import DEFAULTS, KERNEL, DecodeStep, switched_on
 
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
@@ -129,7 +129,8 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
-        switched_on()  # refuses a misspelt value before a model is loaded
+        for switch in DEFAULTS:
+            switched_on(switch)  # refuses a misspelt value before a model is loaded
 
     def check_positions(self, positions: int) -> None:
         """Raise ``ValueError`` if the heads would keep more than a model of ``positions`` reads.
@@ -181,6 +182,8 @@ class CacheState:
         record: whether the positions of cached tokens are noted.
         planned: lengths of texts that fix budgets (:class:`~rlkv.cache.schedule.RowCounts`).
         decode_kernel: whether the decode kernel takes the calls that it serves.
+        decode_step: what these calls share instead of numbers of their own, while a graph of one is
+            recorded (:mod:`rlkv.rollout.graphed`).
     """
 
     settings: CacheSettings
@@ -190,7 +193,8 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
     planned: Tensor | None = None
-    decode_kernel: bool = field(default_factory=switched_on)
+    decode_kernel: bool = field(default_factory=partial(switched_on, KERNEL))
+    decode_step: DecodeStep | None = None
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
         """Note the padding, cut the call into its parts, and plan how a policy stores them."""
@@ -294,6 +298,8 @@ class CallLayout:
         self.padding = None if state.padding is None else state.padding.to(device)
         self.sinks = None if state.sinks is None else state.sinks.to(device)
         self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
+        if state.decode_step is not None:
+            self.decode_step = state.decode_step
 
     @property
     def is_prompt(self) -> bool:

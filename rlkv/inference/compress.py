@@ -157,6 +157,8 @@ def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
     """Raise ValueError for several texts in one row, which need a model without a cache."""
     if position_ids is None or attention_mask is not None or position_ids.ndim != 2:
         return
+    if position_ids.shape[1] == 1:  # a look at the numbers could not be captured in a CUDA graph
+        return
     if bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
             "position_ids start again within a row: compress(...) takes one text per row, so give "
@@ -310,6 +312,22 @@ def resolve_allocation(
     return gates
 
 
+def _check_policy(
+    gates: Gates, eviction: EvictionPolicy | None, protect_prompt: bool | None
+) -> None:
+    if gates is None and eviction is None:
+        raise ValueError(
+            "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
+            "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
+        )
+    if protect_prompt and eviction is not None:
+        raise ValueError(
+            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
+            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
+            "protect_prompt=True)"
+        )
+
+
 @contextmanager
 def compress(
     model: PreTrainedModel,
@@ -366,17 +384,7 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     sliding = check_servable(base)
-    if gates is None and eviction is None:
-        raise ValueError(
-            "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
-            "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
-        )
-    if protect_prompt and eviction is not None:
-        raise ValueError(
-            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
-            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
-            "protect_prompt=True)"
-        )
+    _check_policy(gates, eviction, protect_prompt)
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
     sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
