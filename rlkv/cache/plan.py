@@ -200,23 +200,18 @@ class CacheState:
         """Note the padding, cut the call into its parts, and plan how a policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
-        parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
+        spans = split_call(self.settings.prefill, start, length)
         if policy is None:
             if self.settings.protect_prompt and start == 0:
                 self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
-            return parts
+            return [CallPart(*span) for span in spans]
         counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
-        for part in parts:
-            segments = plan_segments(
-                policy,
-                counts,
-                padding=None if self.padding is None else self.padding.on_host,
-                start=part.start,
-                length=part.length,
-                in_one_go=part.in_full,
-                protect=policy.protect_prompt and start == 0,
-            )
-            part.segments.extend(segments)
+        padding = None if self.padding is None else self.padding.on_host
+        protect = policy.protect_prompt and start == 0
+        parts = []
+        for span in spans:
+            segments = plan_segments(policy, counts, padding, *span, protect=protect)
+            parts.append(CallPart(*span, segments))
             counts = segments[-1].after
         self.row_counts = counts
         return parts

@@ -19,11 +19,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache.reallocation import own_layers
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import refuse_latent_attention, try_forward
@@ -71,7 +72,7 @@ def check_servable(model: Any) -> list[int]:
         )
     refuse_attentions(config.output_attentions)
     refuse_latent_attention(model)
-    layers = _own_layers(config)
+    layers = own_layers(config)
     named = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     kinds = sorted(set(named) - ATTENTION)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
@@ -94,14 +95,9 @@ def check_servable(model: Any) -> list[int]:
     return sliding
 
 
-def _own_layers(config: Any) -> list[Any]:
-    # what transformers' own cache makes of each layer is the one description that all models share
-    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
-
-
 def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
     """Make new layers of transformers' own cache for the layers ``numbers`` of a model."""
-    layers = _own_layers(config)
+    layers = own_layers(config)
     return {number: layers[number] for number in numbers}
 
 
