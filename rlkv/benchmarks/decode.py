@@ -89,7 +89,7 @@ class Steps:
     """Decode steps of a model on top of ``context`` cached tokens, in ``batch`` rows."""
 
     stock = "DynamicCache"
-    ways = ("", KERNEL, GRAPH)  # of our steps, where the kernel serves
+    ways: tuple[str, ...] = ("", KERNEL, GRAPH)  # of our steps, where the kernel serves
 
     def __init__(self, config: DecodeConfig, model: Any, batch: int, context: int) -> None:
         self.config = config
