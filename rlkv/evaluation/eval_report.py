@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -31,18 +28,12 @@ from rlkv.evaluation.metrics import (
     smallest_provable_difference,
 )
 from rlkv.evaluation.report import FULL_CACHE, LEVEL, Metrics, Page, levels, mark, provenance_facts
-from rlkv.utils.files import write_json
+from rlkv.utils.files import read_json, write_json
 from rlkv.utils.runtime import provenance
 
 Row = dict[str, Any]
 
 # --- summaries
-
-
-def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
-    """Group rows by their problems, in the order of the keys."""
-    groups = groupby(sorted(rows, key=itemgetter("key")), itemgetter("key"))
-    return {key: list(samples) for key, samples in groups}
 
 
 def summarize(
@@ -63,8 +54,8 @@ def summarize(
     Raises:
         ValueError: if the full cache was run on other problems.
     """
-    problems = by_problem(rows)
-    verdicts = _verdicts(problems)
+    problems = _by_problem(rows)
+    verdicts = [[row["correct"] for row in samples] for samples in problems.values()]
     scores = problem_scores(verdicts)
     accuracy = mean_with_interval(scores)
     summary: Metrics = {
@@ -85,22 +76,24 @@ def summarize(
         **_texts(rows),
     }
     if full_rows is not None and method != FULL:
-        full = by_problem(full_rows)
-        if list(full) != list(problems):
+        if _by_problem(full_rows).keys() != problems.keys():
             raise ValueError(
                 f"{task}: {method} and the full cache were run on other problems: run both on the "
                 "same"
             )
-        summary |= _tests(problem_scores(_verdicts(full)), scores)
+        summary |= _tests(full_rows, scores)
         summary |= _versus_full(rows, full_rows)
     if baseline_rows is not None:
-        baseline = problem_scores(_verdicts(by_problem(baseline_rows)))
-        summary["versus_baseline"] = _tests(baseline, scores)
+        summary["versus_baseline"] = _tests(baseline_rows, scores)
     return summary
 
 
-def _verdicts(problems: dict[str, list[Row]]) -> list[list[bool]]:
-    return [[row["correct"] for row in samples] for samples in problems.values()]
+def _by_problem(rows: list[Row]) -> dict[str, list[Row]]:
+    """Group rows by their problems, in the order of the keys."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=itemgetter("key")):
+        groups.setdefault(row["key"], []).append(row)
+    return groups
 
 
 def _interval(of: Estimate) -> dict[str, float]:
@@ -144,21 +137,6 @@ def _cost(rows: list[Row]) -> Metrics:
     }
 
 
-def _tests(reference: Floats, scores: Floats) -> Metrics:
-    """Compare the scores of the same problems."""
-    found = paired_difference(reference, scores)
-    better, worse, sign_p_value = sign_test(reference, scores)
-    return {
-        "difference": found.difference,
-        "difference_low": found.low,
-        "difference_high": found.high,
-        "p_value": found.p_value,
-        "problems_better": better,
-        "problems_worse": worse,
-        "sign_p_value": sign_p_value,
-    }
-
-
 def _texts(rows: list[Row]) -> Metrics:
     """Return how the texts repeat themselves, as means, and how many were ended early for it."""
     found = {
@@ -173,6 +151,23 @@ def _texts(rows: list[Row]) -> Metrics:
     return found
 
 
+def _tests(reference_rows: list[Row], scores: Floats) -> Metrics:
+    """Compare scores with those of another method on the same problems."""
+    problems = _by_problem(reference_rows).values()
+    reference = problem_scores([[row["correct"] for row in samples] for samples in problems])
+    found = paired_difference(reference, scores)
+    better, worse, sign_p_value = sign_test(reference, scores)
+    return {
+        "difference": found.difference,
+        "difference_low": found.low,
+        "difference_high": found.high,
+        "p_value": found.p_value,
+        "problems_better": better,
+        "problems_worse": worse,
+        "sign_p_value": sign_p_value,
+    }
+
+
 def _versus_full(rows: list[Row], full_rows: list[Row]) -> Metrics:
     """Return cost relative to the full cache, and error modes and lengths where that is right."""
     full_tokens = {}
@@ -180,25 +175,24 @@ def _versus_full(rows: list[Row], full_rows: list[Row]) -> Metrics:
         if row["correct"]:
             full_tokens[row["key"], row["sample"]] = len(row["token_ids"])
     common = [row for row in rows if (row["key"], row["sample"]) in full_tokens]
-    both = [row for row in common if row["correct"]]
     modes = [error_mode(row) for row in common]
+    own_lengths = []
+    full_lengths = []
+    for row in common:
+        if row["correct"]:
+            own_lengths.append(len(row["token_ids"]))
+            full_lengths.append(full_tokens[row["key"], row["sample"]])
     cost = _cost(rows)
     full_cost = _cost(full_rows)
-    found = {
+    return {
         "tokens_times_full": cost["mean_output_tokens"] / full_cost["mean_output_tokens"],
         "seconds_times_full": cost["seconds_per_text"] / max(1e-9, full_cost["seconds_per_text"]),
-        "tokens_both_right": None,
-        "full_tokens_both_right": None,
-        "n_both_right": len(both),
+        "tokens_both_right": fmean(own_lengths) if own_lengths else None,
+        "full_tokens_both_right": fmean(full_lengths) if full_lengths else None,
+        "n_both_right": len(own_lengths),
         "solved_in_full": len(full_tokens),
         **{mode: modes.count(mode) for mode in MODES},
     }
-    if both:
-        found["tokens_both_right"] = fmean(len(row["token_ids"]) for row in both)
-        found["full_tokens_both_right"] = fmean(
-            full_tokens[row["key"], row["sample"]] for row in both
-        )
-    return found
 
 
 # --- the page
@@ -225,6 +219,9 @@ MODE_COLUMNS = {
     "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = "
     "{n_both_right})",
 }
+MODE_CAPTION = (
+    "How samples fail that the full cache solves; mean output tokens where both are right."
+)
 COST_COLUMNS = {
     "method": "{method}",
     "output tokens": "{mean_output_tokens:.0f}",
@@ -234,6 +231,7 @@ COST_COLUMNS = {
     "seconds, times full": "{seconds_times_full:.2f}",
     "tokens/s": "{tokens_per_second:.1f}",
 }
+COST_CAPTION = "Output tokens and wall-clock time of decoding, summed over processes."
 TEXT_COLUMNS = {
     "method": "{method}",
     **{f"entropy, {n}-grams": f"{{entropy_{n}_gram:.2f}}" for n in NGRAMS},
@@ -241,6 +239,10 @@ TEXT_COLUMNS = {
     "repeated sentences": "{sentence_redundancy:.3f}",
     "repetitive texts": "{share_repetitive:.3f}",
 }
+TEXT_CAPTION = (
+    "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1); "
+    "shares of n-grams and sentences that occurred before in their text."
+)
 
 
 def write_report(folder: Path, done: Evaluation) -> None:
@@ -273,9 +275,9 @@ def evaluation_page(
     if any(method.ranking == RANDOM_HEADS for method in methods):
         page.paragraph(f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}).")
     for task in dict.fromkeys(summary["task"] for summary in summaries):
-        found = {s["method"]: s for s in summaries if s["task"] == task}
         page.heading(task)
-        _write_task(page, task, methods, found, config)
+        own = [summary for summary in summaries if summary["task"] == task]
+        _write_task(page, task, methods, own, config)
     page.heading("How it was run")
     page.code(origin["command"])
     page.bullets([*_settings(config), *provenance_facts(origin)])
@@ -286,37 +288,27 @@ def _write_task(
     page: Page,
     task: str,
     methods: list[CompressionMethod],
-    found: dict[str, Metrics],
+    summaries: list[Metrics],
     config: dict[str, Any],
 ) -> None:
-    _write_provable(page, next(iter(found.values())))
-    _write_accuracy(page, task, methods, found)
-    _write_samples(page, found)
-    against_full = [summary for summary in found.values() if "difference" in summary]
+    first = summaries[0]
+    _write_provable(page, first)
+    _write_accuracy(page, task, methods, summaries)
+    _write_samples(page, summaries)
+    against_full = [summary for summary in summaries if "difference" in summary]
     _write_paired(page, "the full cache", against_full)
     against_baseline = []
-    for summary in found.values():
+    for summary in summaries:
         if "versus_baseline" in summary:
             against_baseline.append({**summary, **summary["versus_baseline"]})
     _write_paired(page, config["baseline"], against_baseline)
     write_published(page, config["model"], task)
-    caption = (
-        "How samples fail that the full cache solves; mean output tokens where both are right."
-    )
-    if any(summary["samples"] > 1 for summary in found.values()):
+    caption = MODE_CAPTION
+    if first["samples"] > 1:
         caption += " Sample i of a problem is paired with the full cache's sample i, another draw."
-    page.records(found.values(), MODE_COLUMNS, caption)
-    page.records(
-        found.values(),
-        COST_COLUMNS,
-        "Output tokens and wall-clock time of decoding, summed over processes.",
-    )
-    page.records(
-        found.values(),
-        TEXT_COLUMNS,
-        "Means over texts: entropy of n-grams of tokens in bits (arXiv 2505.13866, equation 1); "
-        "shares of n-grams and sentences that occurred before in their text.",
-    )
+    page.records(summaries, MODE_COLUMNS, caption)
+    page.records(summaries, COST_COLUMNS, COST_CAPTION)
+    page.records(summaries, TEXT_COLUMNS, TEXT_CAPTION)
 
 
 def _write_provable(page: Page, summary: Metrics) -> None:
@@ -337,34 +329,33 @@ def _write_provable(page: Page, summary: Metrics) -> None:
 
 
 def _write_accuracy(
-    page: Page, task: str, methods: list[CompressionMethod], found: dict[str, Metrics]
+    page: Page, task: str, methods: list[CompressionMethod], summaries: list[Metrics]
 ) -> None:
     """Add rankings of heads by sparsity, and a table of the methods without a sparsity."""
-    full = [FULL_CACHE, _accuracy_cell(found[FULL])] if FULL in found else []
+    cells = {summary["method"]: _accuracy_cell(summary) for summary in summaries}
+    full = [FULL_CACHE, cells[FULL]] if FULL in cells else []
     groups: dict[str, dict[float, str]] = {}
     others = []
     for method in methods:
-        cell = _accuracy_cell(found[method.name])
         if method.sparsity is not None:
-            groups.setdefault(_without_sparsity(method), {})[method.sparsity] = cell
+            # the name without the sparsity
+            parts = method.name.split("+")
+            policies = [part for part in parts if part.partition("@")[0] != method.ranking]
+            group = "+".join([str(method.ranking), *policies])
+            groups.setdefault(group, {})[method.sparsity] = cells[method.name]
         elif method.name != FULL:
-            others.append([method.name, cell])
+            others.append([method.name, cells[method.name]])
     if groups or not others:
         sparsities = sorted({0.0}.union(*groups.values()))
         rows = [full + [""] * (len(sparsities) - 1)] if full else []
-        for name, cells in groups.items():
-            rows.append([name, *(cells.get(sparsity, "") for sparsity in sparsities)])
+        for name, by_sparsity in groups.items():
+            rows.append([name, *(by_sparsity.get(sparsity, "") for sparsity in sparsities)])
         caption = f"{task}, measured: which heads stay full, by sparsity."
         page.table(["heads", *levels(sparsities)], rows, caption)
     if others:
         rows = [full, *others] if full else others
         caption = f"{task}, measured: policies in all heads."
         page.table(["method", "accuracy"], rows, caption)
-
-
-def _without_sparsity(method: CompressionMethod) -> str:
-    policies = [part for part in method.name.split("+") if part.partition("@")[0] != method.ranking]
-    return "+".join([str(method.ranking), *policies])
 
 
 def _percent(mean: float, low: float, high: float) -> str:
@@ -387,15 +378,15 @@ def _accuracy_cell(summary: Metrics) -> str:
     return f"{100 * summary['accuracy']:.1f} ({change} [{low}, {high}]) KV {share:.0%}{sign}"
 
 
-def _write_samples(page: Page, found: dict[str, Metrics]) -> None:
-    first = next(iter(found.values()))
-    columns = ["method", *(f"pass@{k}" for k in first["pass_at_k"])]
-    if first["samples"] > 1:
-        columns.append(f"all {first['samples']} right")
+def _write_samples(page: Page, summaries: list[Metrics]) -> None:
+    samples = summaries[0]["samples"]
+    columns = ["method", *(f"pass@{k}" for k in summaries[0]["pass_at_k"])]
+    if samples > 1:
+        columns.append(f"all {samples} right")
     rows = []
-    for name, summary in found.items():
-        cells = [name, *(_percent(**of) for of in summary["pass_at_k"].values())]
-        if first["samples"] > 1:
+    for summary in summaries:
+        cells = [summary["method"], *(_percent(**of) for of in summary["pass_at_k"].values())]
+        if samples > 1:
             cells.append(_percent(**summary["strict"]))
         right = summary["right_of_terminated"]
         terminated = f"{100 * summary['share_terminated']:.1f}"
@@ -403,12 +394,12 @@ def _write_samples(page: Page, found: dict[str, Metrics]) -> None:
     page.table(
         [*columns, "terminated texts", "right of these"],
         rows,
-        f"In percent, from {first['samples']} samples of each problem. Terminated: texts that end "
-        "by themselves.",
+        f"In percent, from {samples} samples of each problem. Terminated: texts that end by "
+        "themselves.",
     )
 
 
-def _write_paired(page: Page, reference: str, summaries: Sequence[Metrics]) -> None:
+def _write_paired(page: Page, reference: str, summaries: list[Metrics]) -> None:
     if not summaries:
         return
     rows = []
@@ -479,47 +470,37 @@ class PublishedNumber:
     """
 
     source: Source
-    metric: str
-    unit: str
-    model: str
-    task: str
     method: str
     sparsity: float | None
     value: float
 
 
 @cache
-def published_numbers() -> tuple[PublishedNumber, ...]:
-    """Return all of them, in the order of ``published.json``."""
-    content = json.loads((files("rlkv.evaluation") / "published.json").read_text(encoding="utf-8"))
-    found = []
-    for table in content["tables"]:
-        source = Source(**content["sources"][table["source"]])
-        shared = (source, table["metric"], table["unit"], table["model"])
-        for task, methods in table["rows"].items():
-            for method, values in methods.items():
-                for sparsity, value in zip(table["sparsities"], values, strict=True):
-                    found.append(PublishedNumber(*shared, task, method, sparsity, value))
-    return tuple(found)
+def published_tables() -> dict[str, Any]:
+    """Return ``published.json``: the sources by name, and the tables with rows by task."""
+    content: dict[str, Any] = read_json(Path(__file__).with_name("published.json"))
+    return content
 
 
-def find_published(
-    model: str, task: str | None = None, metric: str = "accuracy"
-) -> list[PublishedNumber]:
-    """Return the numbers of a metric for a model, on one task or on all."""
+def find_published(model: str, task: str, metric: str = "accuracy") -> list[PublishedNumber]:
+    """Return the numbers of a metric for a model on a task."""
     found = []
-    for number in published_numbers():
-        if number.metric == metric and number.model == model and task in (None, number.task):
-            found.append(number)
+    for table in published_tables()["tables"]:
+        if table["model"] != model or table["metric"] != metric:
+            continue
+        source = Source(**published_tables()["sources"][table["source"]])
+        for method, values in table["rows"].get(task, {}).items():
+            for sparsity, value in zip(table["sparsities"], values, strict=True):
+                found.append(PublishedNumber(source, method, sparsity, value))
     return found
 
 
 def published_name(model: str) -> str | None:
     """Return the model of the papers whose name ends as this one (a hub id or a folder) does."""
     last = model.rstrip("/").rpartition("/")[2].lower()
-    for number in published_numbers():
-        if number.model.rpartition("/")[2].lower() == last:
-            return number.model
+    for table in published_tables()["tables"]:
+        if table["model"].rpartition("/")[2].lower() == last:
+            return str(table["model"])
     return None
 
 

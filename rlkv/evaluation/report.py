@@ -7,8 +7,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from itertools import chain, count, pairwise
+from html import unescape
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -159,29 +159,20 @@ def html_page(text: str, folder: Path) -> str:
     """
     from markdown_it import MarkdownIt
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(text)
-    title = ""
-    sections = []
-    for token, content in pairwise(tokens):
-        words = escape("".join(child.content for child in content.children or ()))
-        if token.type == "heading_open" and token.tag == "h1":
-            title = words
-        elif token.type == "heading_open" and token.tag == "h2":
-            sections.append(words)
-            token.attrSet("id", f"section-{len(sections)}")
-    for token in tokens:
-        for child in token.children or ():
-            if child.type == "image":
-                picture = (folder / unquote(str(child.attrs["src"]))).read_bytes()
-                child.attrSet("src", f"data:image/png;base64,{base64.b64encode(picture).decode()}")
-    body = parser.renderer.render(tokens, parser.options, {})
+    def embed(image: re.Match[str]) -> str:
+        picture = (folder / unquote(unescape(image[1]))).read_bytes()
+        return f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}"'
+
+    # below, a tag is one of Markdown: those in the text are escaped
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub('<img src="([^"]*)"', embed, body)
     links = ""
-    for number, words in enumerate(sections, start=1):
+    for number, words in enumerate(re.findall("<h2>(.*)</h2>", body), start=1):
         links += f'<li><a href="#section-{number}">{words}</a></li>'
-    before, end, after = body.partition("</h1>\n")
-    navigation = f"<nav><ul>{links}</ul></nav>\n"
-    return f"{_HEAD.format(title=title)}{before}{end}{navigation}{after}</body>\n</html>\n"
+        body = body.replace("<h2>", f'<h2 id="section-{number}">', 1)
+    title, end, rest = body.partition("</h1>\n")
+    head = _HEAD.format(title=title.removeprefix("<h1>"))
+    return f"{head}{title}{end}<nav><ul>{links}</ul></nav>\n{rest}</body>\n</html>\n"
 
 
 def provenance_facts(origin: Metrics) -> list[str]:
@@ -336,14 +327,12 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     Points of several curves at one x are set apart a little.
     """
     width = WIDTH if len(panels) == 1 else WIDTH + 3
-    figure, axes_list = _figure(width, HEIGHT, len(panels), sharey)
-    numbers = count()
+    figure, axes_list = _figure(width, HEIGHT, len(panels), sharey=sharey)
     styles: dict[str, Mapping[str, Any]] = dict(FIXED_STYLES)  # one legend for all panels
-    for name in chain.from_iterable(panel.curves for panel in panels):
-        if name not in styles:
-            number = next(numbers)
-            # ten colors, with another marker where they begin again
-            styles[name] = {"color": f"C{number % 10}", "marker": "os^D"[number // 10 % 4]}
+    names = dict.fromkeys(chain.from_iterable(panel.curves for panel in panels))
+    for number, name in enumerate(name for name in names if name not in FIXED_STYLES):
+        # ten colors, with another marker where they begin again
+        styles[name] = {"color": f"C{number % 10}", "marker": "os^D"[number // 10 % 4]}
     for axes, panel in zip(axes_list, panels, strict=True):
         _draw(axes, panel, styles)
     if title:
@@ -361,11 +350,17 @@ def _draw(axes: Any, panel: Panel, styles: Styles) -> None:
         gap = min((b - a for a, b in pairwise(xs)), default=1.0)
     for place, (name, points) in enumerate(panel.curves.items()):
         shift = (place - (len(panel.curves) - 1) / 2) * gap * 0.05
+        errors = None
+        if any(low != high for *_, low, high in points):
+            # rounding may leave a mean outside its interval by 1e-17, which matplotlib refuses
+            below = [max(0.0, mean - low) for _, mean, low, _ in points]
+            above = [max(0.0, high - mean) for _, mean, _, high in points]
+            errors = [below, above]
         style = {"marker": "o", "linestyle": "-", **styles[name], **panel.styles.get(name, {})}
         axes.errorbar(
             [x + shift for x, *_ in points],
             [mean for _, mean, *_ in points],
-            yerr=_errors(points),
+            yerr=errors,
             label=name,
             markersize=4,
             capsize=2,
@@ -407,15 +402,12 @@ def plot_stacked(
 
 def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
     """Plot the gates of each method: layers across, KV heads down, colors from 0 to 1."""
-    from matplotlib.figure import Figure
-
     columns = min(MOST_MAPS, len(alphas))
     lines = -(-len(alphas) // columns)
     first = next(iter(alphas.values()))
     width = max(2.2, 0.16 * len(first) + 0.8)
     height = max(1.8, 0.16 * len(first[0]) + 0.9)
-    figure = Figure(figsize=(columns * width + 1.2, lines * height), layout="constrained")
-    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    figure, grid = _figure(columns * width + 1.2, lines * height, columns, lines)
     image: Any = None
     for axes, (name, alpha) in zip(grid, alphas.items(), strict=False):
         by_head = list(zip(*alpha, strict=True))
@@ -432,20 +424,13 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
     return path
 
 
-def _errors(points: Sequence[Point]) -> list[list[float]] | None:
-    if all(low == high for _, _, low, high in points):
-        return None
-    # rounding may leave a mean outside its interval by 1e-17, which matplotlib refuses
-    below = [max(0.0, mean - low) for _, mean, low, _ in points]
-    above = [max(0.0, high - mean) for _, mean, _, high in points]
-    return [below, above]
-
-
-def _figure(width: float, height: float, panels: int, sharey: bool) -> tuple[Figure, list[Any]]:
+def _figure(
+    width: float, height: float, columns: int, lines: int = 1, sharey: bool = False
+) -> tuple[Figure, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False, sharey=sharey)[0])
+    return figure, list(figure.subplots(lines, columns, squeeze=False, sharey=sharey).flat)
 
 
 def _save(figure: Figure, path: Path) -> Path:

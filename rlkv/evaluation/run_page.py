@@ -50,7 +50,7 @@ def training_page(logs: RunLogs, folder: Path) -> Page:
         page.paragraph("No sign of a collapse.")
     if logs.records:
         page.heading("Figures of the log")
-        _write_figures(page, _figures(logs), folder)
+        _write_figures(page, logs.records, folder)
     if logs.gates:
         page.heading("Gates")
         _write_gates(page, logs, folder)
@@ -78,30 +78,25 @@ def _progress(logs: RunLogs) -> str:
     return f"{text}."
 
 
-def _figures(logs: RunLogs) -> Curves:
-    """Return every figure of the log with its finite values."""
-    found: Curves = {}
-    for name in logs.names:
-        for step, value in logs.curve(name):
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and name not in PLACES:
-                found.setdefault(name, []).append((step, value))
-    return found
-
-
-def _panel(title: str, curves: Curves, share: bool) -> Panel:
+def _panel(title: str, curves: Curves, is_share: bool) -> Panel:
     points = {}
     styles = {}
     for label, curve in curves.items():
         points[label] = [(step, value, value, value) for step, value in curve]
         if len(curve) > MOST_MARKED:
             styles[label] = {"marker": ""}
-    limits = ACCURACY_LIMITS if share else None
+    limits = ACCURACY_LIMITS if is_share else None
     return Panel(title, "step", points, ylabel="", styles=styles, limits=limits, ticks=False)
 
 
-def _write_figures(page: Page, figures: Curves, folder: Path) -> None:
+def _write_figures(page: Page, records: list[dict[str, Any]], folder: Path) -> None:
     """Add a plot for each group of figures, such as ``reward/``, and range, and a table of all."""
+    figures: Curves = {}
+    for record in records:
+        for name, value in record.items():
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if is_number and name not in PLACES:
+                figures.setdefault(name, []).append((record["step"], value))
     groups: dict[tuple[str, bool], Curves] = {}
     rows = []
     for name, curve in figures.items():
@@ -116,21 +111,18 @@ def _write_figures(page: Page, figures: Curves, folder: Path) -> None:
     page.table(["figure", "first", "lowest", "highest", "last"], rows)
 
 
-def _gates_by_step(logs: RunLogs) -> dict[int, HeadGates]:
-    """Return gates with their means up to each step: some, the first and the last among them."""
-    alphas = torch.tensor([record["alpha"] for record in logs.gates])
-    means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
-    number = min(len(alphas), MOST_COMPARED)
-    chosen = torch.linspace(0, len(alphas) - 1, number).round().int().tolist()
-    return {logs.gates[i]["step"]: HeadGates(alphas[i], means[i].float()) for i in chosen}
-
-
 def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
     """Add a heat map, how long the full heads have been the same, and which they are."""
-    by_step = _gates_by_step(logs)
-    step, last = list(by_step.items())[-1]
+    alphas = torch.tensor([record["alpha"] for record in logs.gates])
+    steps = [record["step"] for record in logs.gates]
+    # gates with their means up to each step: some, the first and the last among them
+    means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
+    number = min(len(alphas), MOST_COMPARED)
+    places = torch.linspace(0, len(alphas) - 1, number).round().int().tolist()
+    by_step = {steps[i]: HeadGates(alphas[i], means[i].float()) for i in places}
+    last = by_step[steps[-1]]
     plot_gates(last, folder / "heat_map.png")
-    page.picture(folder / "heat_map.png", f"Gates after step {step}")
+    page.picture(folder / "heat_map.png", f"Gates after step {steps[-1]}")
     curves = {}
     chosen = {}
     for sparsity in logs.config.get("target_sparsity") or SPARSITIES:
@@ -142,7 +134,7 @@ def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
         curves[f"sparsity {sparsity:g}"] = curve
         if is_decided(last, allocation.full):
             chosen[f"sparsity {sparsity:g}"] = allocation.full
-    panel = _panel("Share of the last full heads that were full before", curves, share=True)
+    panel = _panel("Share of the last full heads that were full before", curves, is_share=True)
     page.picture(plot_curves(folder / "settled.png", panel), panel.title)
     if not chosen:
         return
@@ -154,12 +146,11 @@ def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
 
 
 def _write_samples(page: Page, samples: list[dict[str, Any]]) -> None:
-    newest = samples[-1]["step"]
-    rows: list[list[str]] = []
-    for row in samples:
-        if row["step"] == newest and len(rows) < MOST_SAMPLES:
-            verdict = "right" if row["right"] else "wrong"
-            cells = (newest, verdict, row["answer"], row["tokens"], row["problem"], row["text"])
-            rows.append([str(cell) for cell in cells])
+    newest = [row for row in samples if row["step"] == samples[-1]["step"]]
+    rows = []
+    for row in newest[:MOST_SAMPLES]:
+        verdict = "right" if row["right"] else "wrong"
+        cells = (row["step"], verdict, row["answer"], row["tokens"], row["problem"], row["text"])
+        rows.append([str(cell) for cell in cells])
     columns = ["step", "verdict", "answer", "tokens", "problem", "text"]
     page.table(columns, rows, f"The newest of {len(samples)} texts")

@@ -249,11 +249,6 @@ class RunLogs:
         records, gates, samples = (_lines(folder / name) for name in LOGS)
         return cls(folder, config, records, gates, samples, finished)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all figures, in the order of the log."""
-        return list(dict.fromkeys(name for record in self.records for name in record))
-
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return ``(step, value)`` of the records that have this figure."""
         found = [record for record in self.records if record.get(name) is not None]

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlkv.evaluation.eval_report import (
     evaluation_page,
+    find_published,
     pass_at,
-    published_numbers,
+    published_tables,
     summarize,
 )
-from rlkv.evaluation.evaluate import parse_method
+from rlkv.evaluation.evaluate import EvalConfig, parse_method
 from rlkv.evaluation.metrics import wilson_interval
 from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
 CONFIG = {
-    "model": "tiny",
+    **asdict(EvalConfig(output_dir=Path("out"))),
     "max_new_tokens": {"aime24": 16384},
+    "num_samples": {"aime24": 1},
     "sink": 16,
     "window": 64,
-    "prefill": "full",
-    "seed": 0,
-    "num_samples": {"aime24": 1},
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "batch_size": 8,
-    "dtype": "bfloat16",
-    "repetition": (400, 40),
-    "stop_repetitive": False,
-    "processes": 1,
-    "template": None,
     "protect_prompt": False,
-    "baseline": None,
+    "dtype": "bfloat16",
+    "processes": 1,
 }
 
 
@@ -211,13 +204,18 @@ def test_published_numbers_stand_apart_with_their_sources(page: str) -> None:
 
 
 def test_every_published_number_is_plausible_and_names_its_source() -> None:
-    for number in published_numbers():
-        source = number.source
-        assert all((source.paper, source.arxiv, source.where, source.protocol, number.unit))
-        assert 0 <= number.value <= (100 if number.metric == "accuracy" else 1e6)
-    for number in published_numbers():
-        if number.metric == "speedup_limit":
-            # 1 / ((1 - s) + s * (16 + 64) / 3000), to the two decimals of the table
-            assert number.sparsity is not None
-            limit = 1 / ((1 - number.sparsity) + number.sparsity * 80 / 3000)
-            assert number.value == pytest.approx(limit, abs=0.01)
+    content = published_tables()
+    for table in content["tables"]:
+        assert all(content["sources"][table["source"]].values())
+        assert table["unit"]
+        most = 100 if table["metric"] == "accuracy" else 1e6
+        for methods in table["rows"].values():
+            for values in methods.values():
+                assert len(values) == len(table["sparsities"])
+                assert all(0 <= value <= most for value in values)
+    limits = find_published("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "math500", "speedup_limit")
+    assert len(limits) == 4
+    for number in limits:
+        # 1 / ((1 - s) + s * (16 + 64) / 3000), to the two decimals of the table
+        share = number.sparsity or 0
+        assert number.value == pytest.approx(1 / (1 - share + share * 80 / 3000), abs=0.01)

@@ -30,6 +30,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
+from rlkv.utils.files import write_jsonl
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 from tests.helpers.plain_decoding import decode
@@ -52,11 +53,7 @@ def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *more: str) -> dict[str, Any]:
     """The results of a small evaluation."""
-    options = [*SMALL, *more]
-    for option in {part for part in more if part.startswith("--")} & set(SMALL):
-        place = options.index(option)
-        del options[place : place + 2]
-    evaluate(["--output-dir", str(folder), *options])
+    evaluate(["--output-dir", str(folder), *SMALL, *more])
     return json.loads((folder / "results.json").read_text())
 
 
@@ -69,7 +66,7 @@ def evaluated(gates_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Folder of an evaluation of N problems, which lie in ``problems.jsonl``."""
     folder = tmp_path_factory.mktemp("evaluated")
     drawn = tiny.problems(N, seed=11, max_definitions=6)
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    write_jsonl(folder / "problems.jsonl", drawn)
     options = ["--gates", f"mine={gates_file}", "--data", str(folder / "problems.jsonl")]
     run(folder / "eval", *options, "--methods", *METHODS, "--limit", str(N))
     return folder
@@ -208,7 +205,7 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, *arguments)
+        evaluate(["--output-dir", str(tmp_path), *arguments])
 
 
 # --- methods

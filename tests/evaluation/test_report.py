@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import replace
-from html import escape
-from html.parser import HTMLParser
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -28,32 +28,6 @@ HOSTILE = """<script src="https://example.org/x.js">'&"</script> | *a*"""
 FULL = outcome("1" * 10)
 
 
-class Parsed(HTMLParser):
-    """Tags with their attributes, and the text of the body; every tag is closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "body" in self.open:
-            self.words.append(data)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a report whose every text is hostile, with a plot."""
@@ -73,28 +47,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_text_is_escaped_and_every_tag_closed(folder: Path) -> None:
-    parsed = Parsed((folder / "report.html").read_text(encoding="utf-8"))
-    assert parsed.open == []
-    assert "script" not in {tag for tag, _ in parsed.tags}
-    text = " ".join(parsed.words)
+def test_every_text_is_escaped_and_the_page_loads_nothing(folder: Path) -> None:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    text = unescape(re.sub("<[^>]*>", "", page.partition("<body>")[2]))
     for part in ("title", "first", "text", "item", "code", "caption", "picture"):
         assert f"{part} {HOSTILE}" in text
     assert text.count(HOSTILE) == 11  # the first heading is in the list of sections too
-
-
-def test_the_page_loads_nothing(folder: Path) -> None:
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    parsed = Parsed(text)
-    links = [(name, value) for _, attrs in parsed.tags for name, value in attrs.items()]
-    assert not {tag for tag, _ in parsed.tags} & {"link", "script", "iframe", "object", "embed"}
+    assert not re.findall("<(script|link|iframe|object|embed)", page)
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in page
     picture = base64.b64encode((folder / "a plot.png").read_bytes()).decode()
-    sources = [value for name, value in links if name in ("src", "srcset", "data")]
-    assert sources == [f"data:image/png;base64,{picture}"]
-    assert [value for name, value in links if name == "id"] == ["section-1", "section-2"]
-    assert [value for name, value in links if name == "href"] == ["#section-1", "#section-2"]
-    assert "url(" not in text
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
+    assert re.findall('<[^>]* src="([^"]*)"', page) == [f"data:image/png;base64,{picture}"]
+    assert re.findall('<[^>]* id="([^"]*)"', page) == ["section-1", "section-2"]
+    assert re.findall('<[^>]* href="([^"]*)"', page) == ["#section-1", "#section-2"]
+    assert "url(" not in page
 
 
 @pytest.mark.parametrize(

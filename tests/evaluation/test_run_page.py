@@ -55,19 +55,9 @@ def test_the_page_of_a_run(tmp_path: Path, panels: dict[str, Panel]) -> None:
     assert f"Gates after step {steps}" in text
 
 
-def test_full_heads_after_the_last_step(tmp_path: Path, panels: dict[str, Panel]) -> None:
-    write_steps(tmp_path, 1, 12)
-    text = page_of(tmp_path)
-    assert "No sign of a collapse" in text
-    full = HeadAllocation.from_gates(HeadGates(torch.tensor(alpha_after(12))), 0.5).full
-    for layer, row in enumerate(full):
-        heads = " ".join(map(str, row.nonzero()[:, 0].tolist()))
-        assert re.search(rf"\| layer {layer} \|.*\| {heads} \|", text)
-
-
 def test_one_file_that_loads_nothing(tmp_path: Path) -> None:
-    write_steps(tmp_path, 1, 2)
-    write_sample(tmp_path, 2, "<script>alert(1)</script> Therefore 2", True)
+    write_steps(tmp_path, 1, 12)
+    write_sample(tmp_path, 12, "<script>alert(1)</script> Therefore 2", True)
     before = {file.name for file in tmp_path.iterdir()}
     write_training_page(tmp_path, tmp_path / "page.html")
     assert {file.name for file in tmp_path.iterdir()} - before == {"page.html"}
@@ -75,6 +65,13 @@ def test_one_file_that_loads_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r'src="([^"]{0,22})', html)) == {"data:image/png;base64,"}
     assert html.count("<img ") >= 7
     assert "&lt;script&gt;alert(1)" in html
+    assert "No sign of a collapse" in html
+    full = HeadAllocation.from_gates(HeadGates(torch.tensor(alpha_after(12))), 0.5).full
+    for layer, row in enumerate(full):
+        heads = " ".join(map(str, row.nonzero()[:, 0].tolist()))
+        cells = re.search(rf"<td>layer {layer}</td>(.*?)</tr>", html, re.DOTALL)
+        assert cells is not None
+        assert f"<td>{heads}</td>" in cells[1]
 
 
 def test_a_run_is_finished_when_its_own_settings_were_exported(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlkv.data.problems import text_field
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, text_or
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row
 from rlkv.verifier.extraction import after_thinking, last_box
 
 MAX_NESTED = 8
@@ -162,10 +162,10 @@ def grade_choice(text: str, problem: EvalProblem) -> bool:
     return extract_letter(text, len(problem.meta["options"])) == problem.answer
 
 
-def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+def parse_choice(row: dict[str, Any], where: str) -> ParsedRow:
     """Parse a row of MMLU-Pro.
 
-    Its fields: question, options, answer (a letter) or answer_index (from 0), perhaps question_id.
+    Its fields: question, options, answer (a letter) or answer_index (from 0), category.
     """
     options = row.get("options")
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
@@ -188,16 +188,40 @@ def parse_choice(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         raise ValueError(
             f"{where}: answer {answer!r} and answer_index {index!r} do not name one of {letters}"
         )
-    key = text_or(row, ("question_id",), where, str(number))
     question = text_field(row, "question", where)
-    return _parsed(key, question, options, answer, category=row.get("category"))
+    return _parsed(question, options, answer, category=row.get("category"))
 
 
-def _parsed(key: str, question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
+def parse_gpqa(row: dict[str, Any], where: str) -> ParsedRow:
+    """Parse a row of GPQA.
+
+    The options are shuffled with the question as the seed: the same order in every run and every
+    copy of the data.
+    """
+    names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    question = text_field(row, "Question", where).strip()
+    options = [text_field(row, name, where).strip() for name in names]
+    if not question or not all(options):
+        raise ValueError(f"{where}: the question or an answer is empty")
+    order = random.Random(question).sample(range(4), 4)
+    return _parsed(question, [options[i] for i in order], ascii_uppercase[order.index(0)])
+
+
+def _parsed(question: str, options: list[str], answer: str, **meta: Any) -> ParsedRow:
     letters = ascii_uppercase[: len(options)]
     lines = [f"{letter}: {option}" for letter, option in zip(letters, options, strict=True)]
     texts = {"problem": question, "letters": letters, "options": "\n".join(lines)}
-    return ParsedRow(key, texts, answer, {"problem": question, "options": options, **meta})
+    return ParsedRow(texts, answer, {"problem": question, "options": options, **meta})
+
+
+def parse_longreason(row: dict[str, Any], where: str) -> ParsedRow:
+    """Parse a row of LongReason, whose prompt has context, question and options."""
+    prompt = text_field(row, "prompt", where)
+    answer = text_field(row, "answer", where).strip().upper()
+    if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
+        raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
+    meta = {"problem": prompt, "options": list(ascii_uppercase)}
+    return ParsedRow({"problem": prompt}, answer, meta)
 
 
 def select_category(rows: Iterable[Row], category: str) -> list[Row]:
@@ -222,39 +246,7 @@ def select_category(rows: Iterable[Row], category: str) -> list[Row]:
     return [found[i] for i in sorted(chosen)]
 
 
-def parse_gpqa(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """Parse a row of GPQA.
-
-    Its fields: Question, Correct Answer, Incorrect Answer 1 to 3, perhaps Record ID.
-
-    The options are shuffled with the question as the seed: the same order in every run and every
-    copy of the data.
-    """
-    names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-    question = text_field(row, "Question", where).strip()
-    options = [text_field(row, name, where).strip() for name in names]
-    if not question or not all(options):
-        raise ValueError(f"{where}: the question or an answer is empty")
-    order = random.Random(question).sample(range(4), 4)
-    key = text_or(row, ("Record ID",), where, str(number))
-    return _parsed(key, question, [options[i] for i in order], ascii_uppercase[order.index(0)])
-
-
-def parse_longreason(row: dict[str, Any], where: str, number: int) -> ParsedRow:
-    """Parse a row of LongReason.
-
-    Its fields: prompt (context, question and options), answer (a letter), perhaps example_idx.
-    """
-    prompt = text_field(row, "prompt", where)
-    answer = text_field(row, "answer", where).strip().upper()
-    if not prompt.strip() or len(answer) != 1 or answer not in ascii_uppercase:
-        raise ValueError(f"{where}: the prompt is empty, or answer {answer!r} is not a letter")
-    key = text_or(row, ("example_idx",), where, str(number))
-    meta = {"problem": prompt, "options": list(ascii_uppercase)}
-    return ParsedRow(key, {"problem": prompt}, answer, meta)
-
-
-MMLU_PRO = tuple(
+CHOICE = [
     EvalTask(
         name=f"mmlu_pro:{category}",
         kind="choice",
@@ -262,35 +254,40 @@ MMLU_PRO = tuple(
         max_new_tokens=8192,
         file="mmlu_pro",
         fields="question, options, answer and category",
+        ids=("question_id",),
         hub=HubData("TIGER-Lab/MMLU-Pro"),
         parse=parse_choice,
         grade=grade_choice,
         select=partial(select_category, category=category),
     )
     for category in CATEGORIES
-)
-GPQA_DIAMOND = EvalTask(
-    name="gpqa_diamond",
-    kind="choice",
-    template=TEMPLATE,
-    max_new_tokens=32768,
-    file="gpqa_diamond",
-    fields="Question, Correct Answer and Incorrect Answer 1, 2 and 3",
-    hub=HubData("Idavidrein/gpqa", "gpqa_diamond", "train"),
-    parse=parse_gpqa,
-    grade=grade_choice,
-)
-LONGREASON = tuple(
+]
+CHOICE.append(
     EvalTask(
-        name=f"longreason:{length}",
+        name="gpqa_diamond",
         kind="choice",
-        template=LONG_TEMPLATE,
-        max_new_tokens=8192,
-        file=f"longreason_{length}",
-        fields="prompt and answer",
-        hub=HubData("lz1bytedance/LongReason", split=length),
-        parse=parse_longreason,
+        template=TEMPLATE,
+        max_new_tokens=32768,
+        file="gpqa_diamond",
+        fields="Question, Correct Answer and Incorrect Answer 1, 2 and 3",
+        ids=("Record ID",),
+        hub=HubData("Idavidrein/gpqa", "gpqa_diamond", "train"),
+        parse=parse_gpqa,
         grade=grade_choice,
     )
-    for length in LENGTHS
 )
+for _length in LENGTHS:
+    CHOICE.append(
+        EvalTask(
+            name=f"longreason:{_length}",
+            kind="choice",
+            template=LONG_TEMPLATE,
+            max_new_tokens=8192,
+            file=f"longreason_{_length}",
+            fields="prompt and answer",
+            ids=("example_idx",),
+            hub=HubData("lz1bytedance/LongReason", split=_length),
+            parse=parse_longreason,
+            grade=grade_choice,
+        )
+    )

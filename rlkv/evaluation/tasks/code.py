@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
 import io
 import json
 import pickle
@@ -18,15 +17,7 @@ from typing import Any
 
 from rlkv.data.problems import text_field
 from rlkv.evaluation.sandbox import Limits, run_tests
-from rlkv.evaluation.tasks.base import (
-    EvalProblem,
-    EvalTask,
-    HubData,
-    ParsedRow,
-    Row,
-    first_field,
-    text_or,
-)
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_text
 from rlkv.verifier.extraction import after_thinking
 
 # the task and its tests as in Austin et al. (arXiv 2108.07732, section 3.1); the last sentence
@@ -37,7 +28,12 @@ TEMPLATE = (
     "your answer."
 )
 MAX_TRIMMED_LINES = 60
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+# language and content; a fence with a language opens a block even within one that was not closed
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
+    r"(.*?)(?:^[ \t]*```[ \t]*+(?![\w+-])[^\n]*$|(?=^[ \t]*```)|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 _PYTHON = {"python", "python3", "py"}
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
 
@@ -50,28 +46,12 @@ def extract_code(text: str) -> str | None:
     or an import and ends at the last line up to which it is valid Python.
     """
     text = after_thinking(text)
-    blocks = _blocks(text)
+    blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, {""}):
         for language, content in reversed(blocks):
-            if language in languages and content.strip():
-                return content
+            if language.lower() in languages and content.strip():
+                return str(content)
     return None if blocks else _plain_code(text)
-
-
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return (language, content) of every fenced block, in order."""
-    found: list[tuple[str, str]] = []
-    opened: tuple[str, int] | None = None
-    for fence in _FENCE.finditer(text):
-        language = fence.group(1).lower()
-        # a fence with a language opens a block even within one that was not closed
-        begins = opened is None or language
-        if opened is not None:
-            found.append((opened[0], text[opened[1] : fence.start()]))
-        opened = (language, fence.end() + 1) if begins else None
-    if opened is not None:
-        found.append((opened[0], text[opened[1] :]))
-    return found
 
 
 def _plain_code(text: str) -> str | None:
@@ -105,25 +85,24 @@ def grade_code(text: str, problem: EvalProblem) -> bool:
     return run_tests(program, problem.meta["tests"], setup=problem.meta["setup"]).passed
 
 
-def parse_mbpp(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+def parse_mbpp(row: dict[str, Any], where: str) -> ParsedRow:
     """Parse a row of MBPP.
 
-    Its fields: prompt or text, test or test_list, code, perhaps task_id, test_setup_code and
-    test_imports.
+    Its fields: prompt or text, test or test_list, code, perhaps test_setup_code and test_imports.
     """
-    problem = text_field(row, first_field(row, ("prompt", "text"), where), where)
-    tests = row[first_field(row, ("test", "test_list"), where)]
+    problem = first_text(row, ("prompt", "text"), where)
+    tests = row.get("test", row.get("test_list"))
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"{where}: the tests must be a list of texts, at least one")
+        raise ValueError(
+            f"{where}: the tests (test or test_list) must be a list of texts, at least one"
+        )
     setup = [line for line in row.get("test_imports") or [] if line.strip()]
     if (row.get("test_setup_code") or "").strip():
         setup.append(row["test_setup_code"])
-    return ParsedRow(
-        key=text_or(row, ("task_id",), where, str(number)),
-        texts={"problem": problem.strip(), "tests": "\n".join(tests)},
-        answer=text_field(row, "code", where).replace("\r\n", "\n").replace("\r", "\n"),
-        meta={"problem": problem, "tests": tests, "setup": "\n".join(setup)},
-    )
+    program = text_field(row, "code", where).replace("\r\n", "\n").replace("\r", "\n")
+    texts = {"problem": problem.strip(), "tests": "\n".join(tests)}
+    meta = {"problem": problem, "tests": tests, "setup": "\n".join(setup)}
+    return ParsedRow(texts, program, meta)
 
 
 MBPP = EvalTask(
@@ -133,6 +112,7 @@ MBPP = EvalTask(
     max_new_tokens=8192,
     file="mbpp_test",
     fields="prompt (or text), test (or test_list) and code",
+    ids=("task_id",),
     hub=HubData("google-research-datasets/mbpp", "full"),
     parse=parse_mbpp,
     grade=grade_code,
@@ -158,14 +138,12 @@ PRELUDE += f"import {', '.join(MODULES)}\nsys.setrecursionlimit(50000)\n"
 SETUP = "from inside.judge import same_output, same_value"
 MOST_BYTES = 1 << 30  # of the unpacked tests of a problem
 _DAMAGE = (
-    ValueError,
+    ValueError,  # and with it binascii.Error
     TypeError,
-    KeyError,
-    IndexError,
+    LookupError,
     AttributeError,
     EOFError,
     RecursionError,
-    binascii.Error,
     zlib.error,
     pickle.UnpicklingError,
 )
@@ -201,12 +179,10 @@ def read_tests(text: str) -> list[tuple[str, str]]:
     return tests
 
 
-def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+def parse_livecodebench(row: dict[str, Any], where: str) -> ParsedRow:
     """Parse a row of LiveCodeBench.
 
-    Its fields: question_content, starter_code, public_test_cases, private_test_cases, metadata,
-    perhaps question_id.  ``meta`` holds the tests as they are packed: unpacked, they fill the
-    memory.
+    ``meta`` holds the tests as they are packed: unpacked, they fill the memory.
     """
     packed = {name: text_field(row, f"{name}_test_cases", where) for name in ("public", "private")}
     try:
@@ -224,12 +200,8 @@ def parse_livecodebench(row: dict[str, Any], where: str, number: int) -> ParsedR
     question = text_field(row, "question_content", where)
     starter = text_field(row, "starter_code", where)
     form = STARTER.replace("{starter}", starter) if starter.strip() else STDIN
-    return ParsedRow(
-        key=text_or(row, ("question_id",), where, str(number)),
-        texts={"problem": question, "form": form},
-        answer="",
-        meta={"problem": question, "function": function, **packed},
-    )
+    meta = {"problem": question, "function": function, **packed}
+    return ParsedRow({"problem": question, "form": form}, "", meta)
 
 
 def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
@@ -262,7 +234,8 @@ def select_difficulty(rows: Iterable[Row], difficulty: str) -> list[Row]:
     return [row for row in rows if row[1].get("difficulty") == difficulty]
 
 
-LIVECODEBENCH = [
+CODE = [
+    MBPP,
     EvalTask(
         name="livecodebench",
         kind="code",
@@ -271,15 +244,16 @@ LIVECODEBENCH = [
         file="livecodebench",
         fields="question_content, starter_code, public_test_cases, private_test_cases, metadata "
         "and difficulty",
+        ids=("question_id",),
         hub=HubData("lighteval/code_generation_lite", "v6"),
         parse=parse_livecodebench,
         grade=grade_livecodebench,
-    )
+    ),
 ]
 for _difficulty in DIFFICULTIES:
-    LIVECODEBENCH.append(
+    CODE.append(
         replace(
-            LIVECODEBENCH[0],
+            CODE[1],
             name=f"livecodebench:{_difficulty}",
             select=partial(select_difficulty, difficulty=_difficulty),
         )

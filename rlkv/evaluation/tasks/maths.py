@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlkv.data.problems import text_field
-from rlkv.evaluation.tasks.base import (
-    EvalProblem,
-    EvalTask,
-    HubData,
-    ParsedRow,
-    Row,
-    first_field,
-    text_or,
-)
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, first_text
 from rlkv.models.prompts import TEMPLATES
 from rlkv.smol import MAX_NEW_TOKENS
 from rlkv.smol import problems as smol_problems
@@ -24,12 +15,25 @@ from rlkv.verifier import is_correct, reference_answer
 
 # two spaces as in the published evaluation and in lighteval; the paper (appendix B) has one
 MATH_TEMPLATE = TEMPLATES["rlkv"].replace("clearly. The", "clearly.  The")
-Names = tuple[str, ...]
+HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
 
 
 def grade_math(text: str, problem: EvalProblem) -> bool:
     """Return whether the answer that ``text`` ends in equals the reference."""
     return is_correct(text, problem.answer)
+
+
+def parse_math(row: dict[str, Any], where: str, text: Sequence[str]) -> ParsedRow:
+    """Parse a row with a problem under one of ``text``, and an answer."""
+    problem = unwrap(first_text(row, text, where))
+    reference = first_text(row, ("answer", "Answer"), where)
+    answer = reference_answer(reference)
+    if not problem.strip() or not answer:
+        raise ValueError(f"{where}: the problem or its answer is empty")
+    solution = first_text(row, ("solution", "Solution"), where, default="")
+    if not solution and reference.strip() != answer:
+        solution = reference
+    return ParsedRow({"problem": problem}, answer, {"problem": problem, "solution": solution})
 
 
 def unwrap(text: str) -> str:
@@ -41,30 +45,16 @@ def unwrap(text: str) -> str:
     return text
 
 
-def parse_math(row: dict[str, Any], where: str, number: int, text: Names, ids: Names) -> ParsedRow:
-    """Parse a row with a problem under one of ``text``, an answer, and perhaps an id."""
-    problem = unwrap(text_field(row, first_field(row, text, where), where))
-    reference = text_field(row, first_field(row, ("answer", "Answer"), where), where)
-    answer = reference_answer(reference)
-    if not problem.strip() or not answer:
-        raise ValueError(f"{where}: the problem or its answer is empty")
-    solution = text_or(row, ("solution", "Solution"), where, default="")
-    if not solution and reference.strip() != answer:
-        solution = reference
-    key = text_or(row, ids, where, default=str(number))
-    return ParsedRow(key, {"problem": problem}, answer, {"problem": problem, "solution": solution})
-
-
 def math_task(
     name: str,
     hub: HubData | None = None,
     *,
     file: str | None = None,
-    text: Names = ("problem", "prompt"),
-    ids: Names = ("id",),
+    text: Sequence[str] = ("problem", "prompt"),
+    ids: Sequence[str] = ("id",),
     max_new_tokens: int = 8192,
     template: str = MATH_TEMPLATE,
-    draw: Callable[[int], list[Row]] | None = None,
+    draw: Callable[[int], Sequence[Mapping[str, Any]]] | None = None,
 ) -> EvalTask:
     """Make a task whose answers the verifier compares.
 
@@ -72,8 +62,7 @@ def math_task(
 
     Args:
         file: name of the local file without its suffix; default: ``name``.
-        text, ids: names that the fields with the problem and its id may have; the answer is in
-            ``answer``.
+        text: names that the field with the problem may have; the answer is in ``answer``.
     """
     return EvalTask(
         name=name,
@@ -82,26 +71,12 @@ def math_task(
         max_new_tokens=max_new_tokens,
         file=file or name,
         fields=f"{' or '.join(text)} and answer",
+        ids=ids,
         hub=hub,
-        parse=partial(parse_math, text=text, ids=ids),
+        parse=partial(parse_math, text=text),
         grade=grade_math,
         draw=draw,
     )
-
-
-HELD_OUT_SEED = 2_000_003  # curricula are drawn with other seeds
-
-
-def draw_tiny(number: int) -> list[Row]:
-    """Draw held-out problems of the tiny task."""
-    drawn = tiny_problems(number, HELD_OUT_SEED)
-    return [(f"tiny problem {i}", dict(row)) for i, row in enumerate(drawn, start=1)]
-
-
-def draw_smol(number: int) -> list[Row]:
-    """Draw held-out problems of the built-in language model's task."""
-    drawn = smol_problems(number, HELD_OUT_SEED, 4, 10)
-    return [(f"smol problem {i}", dict(row)) for i, row in enumerate(drawn, start=1)]
 
 
 MATHS = (
@@ -139,21 +114,20 @@ MATHS = (
         ids=("problem_idx",),
         max_new_tokens=16384,
     ),
-)
-# the longest solution has 418 tokens
-TINY = math_task(
-    "tiny",
-    text=("problem",),
-    ids=(),
-    max_new_tokens=440,
-    template=TEMPLATES["rlkv"],
-    draw=draw_tiny,
-)
-SMOL = math_task(
-    "smol",
-    text=("problem",),
-    ids=(),
-    max_new_tokens=MAX_NEW_TOKENS,
-    template=TEMPLATES["plain"],
-    draw=draw_smol,
+    math_task(
+        "tiny",
+        text=("problem",),
+        ids=(),
+        max_new_tokens=440,  # the longest solution has 418 tokens
+        template=TEMPLATES["rlkv"],
+        draw=partial(tiny_problems, seed=HELD_OUT_SEED),
+    ),
+    math_task(
+        "smol",
+        text=("problem",),
+        ids=(),
+        max_new_tokens=MAX_NEW_TOKENS,
+        template=TEMPLATES["plain"],
+        draw=partial(smol_problems, seed=HELD_OUT_SEED, min_steps=4, max_steps=10),
+    ),
 )

@@ -11,10 +11,10 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from rlkv.data.problems import SUFFIXES, read_rows, text_field
-from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, text_or
-from rlkv.evaluation.tasks.choice import GPQA_DIAMOND, LONGREASON, MMLU_PRO
-from rlkv.evaluation.tasks.code import LIVECODEBENCH, MBPP
-from rlkv.evaluation.tasks.maths import MATHS, SMOL, TINY
+from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row
+from rlkv.evaluation.tasks.choice import CHOICE
+from rlkv.evaluation.tasks.code import CODE
+from rlkv.evaluation.tasks.maths import MATHS
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import dataset_rows
 from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
@@ -51,10 +51,10 @@ def _checkers() -> ModuleType:
     return require("lm_eval.tasks.ifeval.utils", EXTRA)
 
 
-def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
+def parse_ifeval(row: dict[str, Any], where: str) -> ParsedRow:
     """Parse a row of IFEval.
 
-    Its fields: prompt, instruction_id_list, kwargs (a dict for each instruction), perhaps key.
+    Its fields: prompt, instruction_id_list, kwargs (a dict for each instruction).
     """
     prompt = text_field(row, "prompt", where)
     names = row.get("instruction_id_list", [])
@@ -77,8 +77,7 @@ def parse_ifeval(row: dict[str, Any], where: str, number: int) -> ParsedRow:
         raise ValueError(
             f"{where}: {', '.join(map(str, names))}: {type(error).__name__}: {error}"
         ) from None
-    key = text_or(row, ("key",), where, str(number))
-    return ParsedRow(key, {"problem": prompt}, "", meta)
+    return ParsedRow({"problem": prompt}, "", meta)
 
 
 IFEVAL = EvalTask(
@@ -88,12 +87,13 @@ IFEVAL = EvalTask(
     max_new_tokens=32768,
     file="ifeval",
     fields="prompt, instruction_id_list and kwargs",
+    ids=("key",),
     hub=HubData("google/IFEval", split="train"),
     parse=parse_ifeval,
     grade=grade_ifeval,
 )
 
-_TASKS = (*MATHS, MBPP, *LIVECODEBENCH, *MMLU_PRO, GPQA_DIAMOND, *LONGREASON, IFEVAL, TINY, SMOL)
+_TASKS = (*MATHS, *CODE, *CHOICE, IFEVAL)
 TASKS = MappingProxyType({task.name: task for task in _TASKS})
 assert len(TASKS) == len(_TASKS), "two tasks have one name"
 DRAWN = 400  # problems of a task without data
@@ -155,7 +155,8 @@ def load_task(
         raise ValueError(f"limit must be at least 1, got {limit}")
     source = None if path is None else Path(path).expanduser()
     if task.draw is not None and (source is None or source.is_dir()):
-        rows: Iterable[Row] = task.draw(limit or DRAWN)
+        drawn = task.draw(limit or DRAWN)
+        rows: Iterable[Row] = [(f"{name} problem {i}", dict(row)) for i, row in enumerate(drawn, 1)]
     elif source is not None:
         rows = read_rows(str(_local_file(task, source)))
     elif task.hub is not None:

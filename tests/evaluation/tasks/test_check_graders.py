@@ -18,6 +18,7 @@ from rlkv.evaluation.tasks import registry
 from rlkv.evaluation.tasks.base import EvalProblem, HubData
 from rlkv.evaluation.tasks.maths import math_task
 from rlkv.evaluation.tasks.registry import load_task
+from rlkv.utils.files import write_jsonl
 from rlkv.verifier import Verifier
 from tests.helpers.paths import SHARED
 from tests.helpers.programs import load_program
@@ -36,7 +37,7 @@ PROBLEMS = [
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return str(path)
 
 

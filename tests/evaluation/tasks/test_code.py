@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.code import STDIN, extract_code, read_tests
-from rlkv.evaluation.tasks.registry import TASKS, load_task
+from rlkv.evaluation.tasks.registry import TASKS
+
+Load = Callable[..., list[EvalProblem]]
 
 
 @pytest.mark.parametrize(
@@ -40,13 +43,7 @@ def test_the_program_in_a_completion(text: str, program: str | None) -> None:
     assert extract_code(text) == program
 
 
-def write(folder: Path, task: str, *rows: dict[str, Any]) -> Path:
-    file = folder / f"{TASKS[task].file}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def test_mbpp(tmp_path: Path) -> None:
+def test_mbpp(load: Load) -> None:
     row = {
         "task_id": 11,
         "text": "Add.",
@@ -55,7 +52,7 @@ def test_mbpp(tmp_path: Path) -> None:
         "test_setup_code": "THREE = 3",
         "test_imports": ["import re"],
     }
-    (problem,) = load_task("mbpp", write(tmp_path, "mbpp", row))
+    (problem,) = load("mbpp", row)
     assert (problem.id, problem.answer) == ("mbpp/11", "def add(a, b):\n    return a + b")
     assert problem.meta["setup"] == "import re\nTHREE = 3"
     grade = TASKS["mbpp"].grade
@@ -99,18 +96,13 @@ METHOD = stdin_row(
 )
 
 
-def load(folder: Path, *rows: dict[str, Any], task: str = "livecodebench") -> list[EvalProblem]:
-    write(folder, task, *rows)
-    return load_task(task, folder)
-
-
 def passes(problem: EvalProblem, program: str) -> bool:
     text = f"<think>maybe ```python\nx\n```</think>\n```python\n{program}\n```"
     return TASKS["livecodebench"].grade(text, problem)
 
 
-def test_programs_that_read_standard_input(tmp_path: Path) -> None:
-    (problem,) = load(tmp_path, stdin_row())
+def test_programs_that_read_standard_input(load: Load) -> None:
+    (problem,) = load("livecodebench", stdin_row())
     assert problem.id == "livecodebench/abc1_a"
     assert STDIN in problem.prompt
     assert "Add {two} numbers." in problem.prompt
@@ -119,8 +111,8 @@ def test_programs_that_read_standard_input(tmp_path: Path) -> None:
     assert not TASKS["livecodebench"].grade("I do not know.", problem)
 
 
-def test_methods_of_solution(tmp_path: Path) -> None:
-    (problem,) = load(tmp_path, METHOD)
+def test_methods_of_solution(load: Load) -> None:
+    (problem,) = load("livecodebench", METHOD)
     assert "def pair(self, nums: List[int], k: int)" in problem.prompt
     # typing and other modules are there without an import
     assert passes(problem, HEAD + "return tuple(nums[k:])")
@@ -129,13 +121,14 @@ def test_methods_of_solution(tmp_path: Path) -> None:
     assert not passes(problem, "class Solution:\n    pass")
 
 
-def test_tasks_by_difficulty(tmp_path: Path) -> None:
+def test_tasks_by_difficulty(load: Load) -> None:
     rows = (stdin_row(), METHOD)
-    assert [p.id for p in load(tmp_path, *rows)] == ["livecodebench/abc1_a", "livecodebench/3301"]
-    (easy,) = load(tmp_path, *rows, task="livecodebench:easy")
+    found = [problem.id for problem in load("livecodebench", *rows)]
+    assert found == ["livecodebench/abc1_a", "livecodebench/3301"]
+    (easy,) = load("livecodebench:easy", *rows)
     assert easy.id == "livecodebench:easy/3301"
     with pytest.raises(ValueError, match="hard"):
-        load(tmp_path, *rows, task="livecodebench:hard")
+        load("livecodebench:hard", *rows)
 
 
 class Harmful:
@@ -170,6 +163,6 @@ def test_packed_tests_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         {"public_test_cases": "[]", "private_test_cases": "[]"},
     ],
 )
-def test_broken_rows_are_named(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_broken_rows_are_named(load: Load, more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="line 1"):
-        load(tmp_path, stdin_row(**more))
+        load("livecodebench", stdin_row(**more))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models import builtin as hub
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.prompts import fill_template
+from rlkv.utils.files import write_jsonl
 from tests.helpers.paths import ROOT, SHARED
+
+Load = Callable[..., list[EvalProblem]]
 
 DATA = SHARED / "data"
 needs_data = pytest.mark.skipif(
@@ -33,11 +35,6 @@ needs_checkers = pytest.mark.skipif(
 )
 # two spaces, as published
 INSTRUCTION = "Solve the following math problem efficiently and clearly.  The last line"
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @needs_data
@@ -86,9 +83,9 @@ def test_the_real_mbpp() -> None:
     ],
 )
 def test_field_names_of_published_copies(
-    tmp_path: Path, name: str, row: dict[str, Any], answer: str
+    load: Load, name: str, row: dict[str, Any], answer: str
 ) -> None:
-    problem = load_task(name, write(tmp_path / "x.jsonl", row))[0]
+    (problem,) = load(name, row)
     assert (problem.answer, problem.meta["problem"]) == (answer, "p")
     assert TASKS[name].grade(rf"The final answer is: $\boxed{{{answer}}}$.", problem)
     assert not TASKS[name].grade(r"\boxed{2}", problem)
@@ -100,15 +97,16 @@ def test_field_names_of_published_copies(
         ("gsm8k", [{"problem": "p", "answer": "1"}], "line 1.*question, prompt.*answer, problem"),
         ("math500", [{"problem": "p", "answer": ""}], "line 1.*problem"),
         ("mbpp", [{"prompt": "p", "code": "c", "test": []}], "line 1.*tests"),
+        ("mbpp", [{"prompt": "p", "code": "c"}], "line 1.*tests"),
         ("aime24", [{"id": 1, "problem": "p", "answer": "1"}] * 2, "line 2.*'1'"),
-        ("gsm8k", [], "x.jsonl"),
+        ("gsm8k", [], "rows.jsonl"),
     ],
 )
 def test_broken_rows_are_named(
-    tmp_path: Path, name: str, rows: list[dict[str, Any]], message: str
+    load: Load, name: str, rows: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_task(name, write(tmp_path / "x.jsonl", *rows))
+        load(name, *rows)
 
 
 def test_built_in_tasks_are_drawn(tmp_path: Path) -> None:
@@ -161,7 +159,8 @@ def test_names_and_paths_that_are_none(
 
 
 def test_tasks_of_a_command(tmp_path: Path) -> None:
-    file = write(tmp_path / "aime24.jsonl", {"problem": "1 + 1 ?", "answer": "2"})
+    file = tmp_path / "aime24.jsonl"
+    write_jsonl(file, [{"problem": "1 + 1 ?", "answer": "2"}])
     with pytest.raises(ValueError, match=r"aime24\.jsonl.*--tasks"):
         find_tasks(["aime24", "math500"], file)
     for data in (tmp_path, None):
@@ -206,16 +205,16 @@ def sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     registry._checkers.cache_clear()
 
 
-def ifeval(folder: Path, *instructions: tuple[str, dict[str, Any]], **more: Any) -> EvalProblem:
-    row = {
+def instructions(*given: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return a row of IFEval."""
+    return {
         "key": 1000,
         "prompt": "Write it.",
-        "instruction_id_list": [name for name, _ in instructions],
+        "instruction_id_list": [name for name, _ in given],
         # copies on the hub give every instruction all arguments, most of them null
-        "kwargs": [{"num_sections": None, **kwargs} for _, kwargs in instructions],
+        "kwargs": [{"num_sections": None, **kwargs} for _, kwargs in given],
         **more,
     }
-    return load_task("ifeval", write(folder / "ifeval.jsonl", row))[0]
 
 
 CHECKS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -236,39 +235,36 @@ CHECKS: list[tuple[str, dict[str, Any], str, str]] = [
 
 @needs_checkers
 @pytest.mark.usefixtures("sentences")
-def test_instructions(tmp_path: Path) -> None:
+def test_instructions(load: Load) -> None:
     grade = TASKS["ifeval"].grade
     for name, arguments, good, bad in CHECKS:
-        problem = ifeval(tmp_path, (name, arguments))
+        (problem,) = load("ifeval", instructions((name, arguments)))
         assert grade(good, problem), name
         assert grade(f"<think>Well, let me see, {bad}</think>\n\n{good}", problem), name
         assert not grade(bad, problem), name
     both = [("punctuation:no_comma", {}), ("keywords:existence", {"keywords": ["red"]})]
-    problem = ifeval(tmp_path, *both)
+    (problem,) = load("ifeval", instructions(*both))
     assert (problem.id, problem.prompt) == ("ifeval/1000", "Write it.")
     assert problem.meta["checkers"], "another version of the checkers is another run"
-    assert grade("A red one.", problem)
-    assert not grade("A red, blue one.", problem)
-    assert not grade("", problem)
+    answers = ("A red one.", "A red, blue one.", "")
+    assert [grade(answer, problem) for answer in answers] == [True, False, False]
 
 
 @needs_checkers
 @pytest.mark.usefixtures("sentences")
 @pytest.mark.parametrize(
-    ("instruction", "more"),
+    "row",
     [
-        (("no:such", {}), {}),
-        (("length_constraints:number_words", {"relation": "about", "num_words": 4}), {}),
-        (("punctuation:no_comma", {"words": 3}), {}),
-        (("punctuation:no_comma", {}), {"kwargs": []}),
-        (("punctuation:no_comma", {}), {"prompt": ""}),
+        instructions(("no:such", {})),
+        instructions(("length_constraints:number_words", {"relation": "about", "num_words": 4})),
+        instructions(("punctuation:no_comma", {"words": 3})),
+        instructions(("punctuation:no_comma", {}), kwargs=[]),
+        instructions(("punctuation:no_comma", {}), prompt=""),
     ],
 )
-def test_broken_instructions_are_named(
-    tmp_path: Path, instruction: tuple[str, dict[str, Any]], more: dict[str, Any]
-) -> None:
+def test_broken_instructions_are_named(load: Load, row: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="line 1"):
-        ifeval(tmp_path, instruction, **more)
+        load("ifeval", row)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +275,7 @@ def test_broken_instructions_are_named(
     ],
 )
 def test_what_is_not_installed_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
+    load: Load, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
 ) -> None:
     if lacking == "data":
         monkeypatch.setattr("nltk.data.path", [])
@@ -287,4 +283,4 @@ def test_what_is_not_installed_is_said(
         monkeypatch.setitem(sys.modules, "nltk", None)
     registry._checkers.cache_clear()
     with pytest.raises(ValueError, match=message):
-        ifeval(tmp_path, ("punctuation:no_comma", {}))
+        load("ifeval", instructions(("punctuation:no_comma", {})))
