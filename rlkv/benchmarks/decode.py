@@ -31,9 +31,11 @@ from rlkv.cache.layer import CachedCall
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.kernels.step import serves
+from rlkv.rollout.graphed import GraphedStep, graphed_step
 
 EMPTY = "1 token"  # a step that does everything but read a cache
-KERNEL = ", kernel"  # behind the name of what decodes by the kernel, which is off by default
+KERNEL = ", kernel"  # behind the name of what decodes by the kernel
+GRAPH = ", graph"  # and of what does so in a CUDA graph of a step
 # relative errors of what whole models compute; transformers' own two caches differ by 0.05 after 32
 # layers in bfloat16, on an H100
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 5e-3}
@@ -87,6 +89,7 @@ class Steps:
     """Decode steps of a model on top of ``context`` cached tokens, in ``batch`` rows."""
 
     stock = "DynamicCache"
+    ways: tuple[str, ...] = ("", KERNEL, GRAPH)  # of our steps, where the kernel serves
 
     def __init__(self, config: DecodeConfig, model: Any, batch: int, context: int) -> None:
         self.config = config
@@ -97,10 +100,10 @@ class Steps:
     def contenders(self) -> list[Contender]:
         """Return full caches, then ours by sparsity, then a step with an empty cache."""
         found = self.full_caches()
-        kernels = (False, True) if kernel_serves(self.config) else (False,)
-        for kernel, sparsity in product(kernels, self.config.sparsities):
-            make = partial(reallocation_cache, self.config, sparsity, kernel)
-            name = f"sparsity {sparsity:g}{KERNEL * kernel}"
+        ways = self.ways if kernel_serves(self.config) else ("",)
+        for way, sparsity in product(ways, self.config.sparsities):
+            make = partial(reallocation_cache, self.config, sparsity, kernel=way != "")
+            name = f"sparsity {sparsity:g}{way}"
             found.append(self.contender(name, IMPLEMENTATION, make, self.context))
         make = partial(reallocation_cache, self.config)
         return [*found, self.contender(EMPTY, IMPLEMENTATION, make, 1)]
@@ -139,8 +142,16 @@ class Steps:
         contender.kv_bytes = cache_nbytes(cache)
         token = torch.ones(self.batch, 1, dtype=torch.long, device=self.model.device)
         mask = torch.ones(self.batch, room, dtype=torch.long, device=self.model.device)
+        padding = torch.zeros_like(token[:, 0])
+        running = padding == 0
+        graph: GraphedStep | None = None
 
-        def prepare(index: int) -> Callable[[], Tensor]:
+        def prepare(index: int) -> Callable[[], Tensor] | None:
+            nonlocal graph
+            if index and contender.name.endswith(GRAPH):
+                if graph is None or not graph.has_room:
+                    graph = graphed_step(self.model, cache, token, padding, running)
+                return None if graph is None else partial(graph, token, running)
             held = context + index
             inputs = {
                 "attention_mask": mask[:, : held + 1].contiguous(),
@@ -159,6 +170,7 @@ class LayerSteps(Steps):
     """
 
     stock = "torch, full cache"
+    ways = ("", KERNEL)
 
     def full_caches(self) -> list[Contender]:
         """Return torch's attention over buffers of fixed size, the best case of a full cache."""
@@ -249,8 +261,11 @@ def step_rows(contenders: list[Contender], dtype: torch.dtype) -> list[dict[str,
         if not contender.fits:
             row["note"] = "out of memory"
             continue
+        if not contender.times:
+            row["note"] = "no CUDA graph could be made"
+            continue
         is_ours = contender.name.startswith("sparsity")
-        plain = named[contender.name.removesuffix(KERNEL)]
+        plain = named[contender.name.removesuffix(KERNEL).removesuffix(GRAPH)]
         if plain is not contender:
             row["note"] = disagreement(contender, plain, allowed) or base_note
         elif is_ours:

@@ -205,7 +205,8 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float(error) if bool(error.isfinite()) else torch.inf
 
 
-Prepare = Callable[[int], Callable[[], Tensor]]  # the work of a step, by its number
+# the work of a step, by its number; None: it cannot be done, which ends the turn
+Prepare = Callable[[int], Callable[[], Tensor] | None]
 
 
 @dataclass
@@ -244,7 +245,10 @@ class Contender:
         self.outputs.clear()
         spent = 0.0
         for index in range(1 + steps):
-            taken, output = timed(prepare(index), device)
+            work = prepare(index)
+            if work is None:
+                break
+            taken, output = timed(work, device)
             if index < COMPARED:
                 self.outputs.append(output.float().cpu())
             if index == 0:

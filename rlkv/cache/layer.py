@@ -74,6 +74,7 @@ class ReallocationLayer(CacheLayerMixin):
         if len(others):
             self.stores.append(compressible(others.tolist()))
         self.length = 0
+        self.by_kernel = False  # whether the decode kernel took the last call
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch, device and dtype of the first states ``[B, H, n, D]``."""
@@ -183,7 +184,8 @@ class ReallocationLayer(CacheLayerMixin):
         query = query.detach().unflatten(1, (self.num_heads, -1))
         key = key.detach()
         value = value.detach()
-        if len(parts) == 1 and self._kernel_serves(query, key, value):
+        self.by_kernel = len(parts) == 1 and self._kernel_serves(query, key, value)
+        if self.by_kernel:
             return self._decode(query, key, value, parts[0], scale)
         outputs = []
         begin = 0

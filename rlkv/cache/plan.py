@@ -10,7 +10,7 @@ j <= t.  With a protected prompt S is a number of each row, and R is the largest
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from rlkv.cache.schedule import (
     split_call,
 )
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.kernels.step import DecodeStep, switched_on
+from rlkv.kernels.step import DEFAULTS, KERNEL, DecodeStep, switched_on
 
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
@@ -129,7 +129,8 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
-        switched_on()  # refuses a misspelt value before a model is loaded
+        for switch in DEFAULTS:
+            switched_on(switch)  # refuses a misspelt value before a model is loaded
 
     def check_positions(self, positions: int) -> None:
         """Raise ``ValueError`` if the heads would keep more than a model of ``positions`` reads.
@@ -181,6 +182,8 @@ class CacheState:
         record: whether the positions of cached tokens are noted.
         planned: lengths of texts that fix budgets (:class:`~rlkv.cache.schedule.RowCounts`).
         decode_kernel: whether the decode kernel takes the calls that it serves.
+        decode_step: what these calls share instead of numbers of their own, while a graph of one is
+            recorded (:mod:`rlkv.rollout.graphed`).
     """
 
     settings: CacheSettings
@@ -190,29 +193,25 @@ class CacheState:
     row_counts: RowCounts | None = None
     record: bool = False
     planned: Tensor | None = None
-    decode_kernel: bool = field(default_factory=switched_on)
+    decode_kernel: bool = field(default_factory=partial(switched_on, KERNEL))
+    decode_step: DecodeStep | None = None
 
     def begin_call(self, mask: Tensor | None, start: int, length: int, rows: int) -> list[CallPart]:
         """Note the padding, cut the call into its parts, and plan how a policy stores them."""
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
-        parts = [CallPart(*part) for part in split_call(self.settings.prefill, start, length)]
+        spans = split_call(self.settings.prefill, start, length)
         if policy is None:
             if self.settings.protect_prompt and start == 0:
                 self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
-            return parts
+            return [CallPart(*span) for span in spans]
         counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
-        for part in parts:
-            segments = plan_segments(
-                policy,
-                counts,
-                padding=None if self.padding is None else self.padding.on_host,
-                start=part.start,
-                length=part.length,
-                in_one_go=part.in_full,
-                protect=policy.protect_prompt and start == 0,
-            )
-            part.segments.extend(segments)
+        padding = None if self.padding is None else self.padding.on_host
+        protect = policy.protect_prompt and start == 0
+        parts = []
+        for span in spans:
+            segments = plan_segments(policy, counts, padding, *span, protect=protect)
+            parts.append(CallPart(*span, segments))
             counts = segments[-1].after
         self.row_counts = counts
         return parts
@@ -294,6 +293,8 @@ class CallLayout:
         self.padding = None if state.padding is None else state.padding.to(device)
         self.sinks = None if state.sinks is None else state.sinks.to(device)
         self.sink = state.settings.sink if state.sinks is None else state.sinks.largest
+        if state.decode_step is not None:
+            self.decode_step = state.decode_step
 
     @property
     def is_prompt(self) -> bool:

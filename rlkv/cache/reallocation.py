@@ -97,17 +97,24 @@ class GrowingCache(Cache):
             layer.join(joining, columns)
 
 
+def own_layers(config: Any) -> list[Any]:
+    """Return what transformers' own cache makes of each layer of a model.
+
+    This is the one description of its kinds of layers that all models share.
+    """
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
 def full_cache(config: Any, limit: int | None = None) -> Cache:
     """Make an empty full cache for the model of ``config``, with room for ``limit`` tokens at most.
 
     A :class:`GrowingCache`, or transformers' own where some layer does not keep the whole past
     (sliding, linear).
     """
-    # what transformers' own cache makes of each layer is the one description that all models share
-    stock = DynamicCache(config=config.get_text_config(decoder=True))
-    if any(type(layer) is not DynamicLayer for layer in stock.layers):
-        return stock
-    return GrowingCache(layers=[GrowingLayer(limit) for _ in stock.layers])
+    layers = own_layers(config)
+    if any(type(layer) is not DynamicLayer for layer in layers):
+        return DynamicCache(config=config.get_text_config(decoder=True))
+    return GrowingCache(layers=[GrowingLayer(limit) for _ in layers])
 
 
 class HeadReallocationCache(Cache):

@@ -172,6 +172,18 @@ class FullStore(PlainStore):
         if layout.end > capacity:
             self.reserve(grown_capacity(capacity, layout.end, self.state.limit), layout.start)
 
+    def look_ahead(self, used: int, tokens: int) -> int:
+        """Make room for ``tokens`` more than the ``used`` ones, or as many as may come.
+
+        Returns the entries that there are then.
+        """
+        wanted = used + tokens
+        if self.state.limit is not None:
+            wanted = min(wanted, self.state.limit)
+        if wanted > self.keys.shape[2]:
+            self.reserve(wanted, used)
+        return self.keys.shape[2]
+
     def store(
         self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:

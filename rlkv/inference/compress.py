@@ -19,11 +19,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache.reallocation import own_layers
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import refuse_latent_attention, try_forward
@@ -71,7 +72,7 @@ def check_servable(model: Any) -> list[int]:
         )
     refuse_attentions(config.output_attentions)
     refuse_latent_attention(model)
-    layers = _own_layers(config)
+    layers = own_layers(config)
     named = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     kinds = sorted(set(named) - ATTENTION)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
@@ -94,14 +95,9 @@ def check_servable(model: Any) -> list[int]:
     return sliding
 
 
-def _own_layers(config: Any) -> list[Any]:
-    # what transformers' own cache makes of each layer is the one description that all models share
-    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
-
-
 def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
     """Make new layers of transformers' own cache for the layers ``numbers`` of a model."""
-    layers = _own_layers(config)
+    layers = own_layers(config)
     return {number: layers[number] for number in numbers}
 
 
@@ -156,6 +152,8 @@ def refuse_attentions(asked: bool | None) -> None:
 def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
     """Raise ValueError for several texts in one row, which need a model without a cache."""
     if position_ids is None or attention_mask is not None or position_ids.ndim != 2:
+        return
+    if position_ids.shape[1] == 1:  # a look at the numbers could not be captured in a CUDA graph
         return
     if bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
@@ -310,6 +308,22 @@ def resolve_allocation(
     return gates
 
 
+def _check_policy(
+    gates: Gates, eviction: EvictionPolicy | None, protect_prompt: bool | None
+) -> None:
+    if gates is None and eviction is None:
+        raise ValueError(
+            "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
+            "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
+        )
+    if protect_prompt and eviction is not None:
+        raise ValueError(
+            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
+            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
+            "protect_prompt=True)"
+        )
+
+
 @contextmanager
 def compress(
     model: PreTrainedModel,
@@ -366,17 +380,7 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     sliding = check_servable(base)
-    if gates is None and eviction is None:
-        raise ValueError(
-            "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
-            "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
-        )
-    if protect_prompt and eviction is not None:
-        raise ValueError(
-            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
-            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
-            "protect_prompt=True)"
-        )
+    _check_policy(gates, eviction, protect_prompt)
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
     sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}

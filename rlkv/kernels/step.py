@@ -14,7 +14,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-SWITCH = "RLKV_DECODE_KERNEL"  # off by default, until a run on a GPU confirms the kernel
+KERNEL = "RLKV_DECODE_KERNEL"
+GRAPH = "RLKV_DECODE_GRAPH"
+DEFAULTS = {KERNEL: True, GRAPH: False}  # graphs: off until they have run on a GPU as they are now
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
 # one tile of queries and of outputs has to fit into registers
@@ -60,14 +62,12 @@ class DecodeStep:
         return self._partials, self._arrivals
 
 
-def switched_on() -> bool:
-    """Return whether the environment variable ``RLKV_DECODE_KERNEL`` asks for the kernel."""
-    value = os.environ.get(SWITCH, "")
+def switched_on(switch: str) -> bool:
+    """Return whether an environment variable of ``DEFAULTS`` is on; ValueError if misspelt."""
+    value = os.environ.get(switch, "")
     if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{SWITCH} is {value!r}: set it to 1 to decode by the kernel, or leave it out"
-        )
-    return value == "1"
+        raise ValueError(f"{switch} is {value!r}: set it to 0 or 1, or leave it out")
+    return value == "1" if value else DEFAULTS[switch]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from rlkv.kernels.step import GRAPH, switched_on
 from rlkv.rollout.base import FinishReason, SamplingParams
+from rlkv.rollout.graphed import GraphedStep, graphed_step
 from rlkv.utils.devices import moved
 
 AT_ONCE = 1024  # most likely tokens that are looked at before all are sorted
 # share of rows that still run at which the others leave: every change copies the cache
 REFILL_AT = 0.75
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
+GRAPH_AFTER = 4  # steps of the same rows: a graph pays only if more follow
 SIMILAR = 0.9  # of the longest prompt's length, which further ones must have: the rest is padding
 
 
@@ -228,6 +231,8 @@ class _Batch:
         self.padding_R = torch.tensor(padding, device=device)
         self.running_R = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self.last = torch.tensor([-1], device=device)
+        self.steps = 0  # of one token each, since the rows last changed
+        self.graphed: GraphedStep | None = None
         # seconds around the steps, which the next one divides among its rows
         self.unpaid = time.perf_counter() - started
 
@@ -262,6 +267,10 @@ class _Batch:
         """Read the new tokens: the logits ``[R, V]`` of the next one."""
         begin = self.columns
         self.columns += self.new_RQ.shape[1]
+        self.steps = self.steps + 1 if self.new_RQ.shape[1] == 1 else 0
+        self._renew_graph()
+        if self.graphed is not None:
+            return self.graphed(self.new_RQ, self.running_R)
         column = torch.arange(self.columns, device=self.padding_R.device)
         position_RQ = (column[begin:] - self.padding_R[:, None]).clamp(min=0)
         model: Any = self.decoding.model
@@ -277,6 +286,22 @@ class _Batch:
         )
         self.cache = output.past_key_values
         return output.logits[:, -1]
+
+    def _renew_graph(self) -> None:
+        """Record a graph of a step, where it pays and one can be made."""
+        if self.graphed is not None and not self.graphed.has_room:
+            self.graphed = None
+        if self.graphed is not None or self.steps <= GRAPH_AFTER or self.decoding.sharded:
+            return
+        if switched_on(GRAPH):
+            self.graphed = graphed_step(
+                self.decoding.model, self.cache, self.new_RQ, self.padding_R, self.running_R
+            )
+
+    def _forget_graph(self) -> None:
+        """Before the cache's rows change."""
+        self.graphed = None
+        self.steps = 0
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the next tokens; with log-probabilities, 0 where they are not asked for."""
@@ -313,6 +338,7 @@ class _Batch:
         if self.num_running == len(self.rows):
             return
         started = time.perf_counter()
+        self._forget_graph()
         if self.decoding.before_change is not None:
             self.decoding.before_change(self.cache)
         self.rows = [row for row in self.rows if row.finish_reason is None]
@@ -329,6 +355,7 @@ class _Batch:
         if not other.rows:
             return
         started = time.perf_counter()
+        self._forget_graph()
         columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
         self.cache.join(other.cache, columns)
         padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]

@@ -65,17 +65,49 @@ def test_steps_hold_the_bytes_of_their_heads() -> None:
         assert (row["expected_ms"] is not None) is name.startswith("sparsity")
 
 
-@pytest.mark.parametrize("kind", [Steps, LayerSteps])
-def test_the_kernel_takes_turns_where_it_serves(
-    kind: type[Steps], monkeypatch: pytest.MonkeyPatch
+class Graph:
+    """Has room for two steps, which are those of the model."""
+
+    made = 0
+
+    def __init__(self, model: Any, cache: Any, *rows: Any) -> None:
+        type(self).made += 1
+        self.model = model
+        self.cache = cache
+        self.room = 2
+
+    @property
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def __call__(self, token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+        self.room -= 1
+        return self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways"), [(Steps, ("kernel", "graph")), (LayerSteps, ("kernel",))]
+)
+def test_kernel_and_graphs_take_turns_where_the_kernel_serves(
+    kind: type[Steps], ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "kernel_serves", lambda config: True)
-    kernels = [f"sparsity {sparsity}, kernel" for sparsity in (0, 0.5, 0.9)]
-    rows = rows_of(kind, replace(TOY, layers=1))
-    assert list(rows)[-3:] == kernels
-    for name in kernels:
+    monkeypatch.setattr(decode, "graphed_step", Graph)
+    monkeypatch.setattr(Graph, "made", 0)
+    names = [f"sparsity {sparsity}, {way}" for way in ways for sparsity in (0, 0.5, 0.9)]
+    rows = rows_of(kind, replace(TOY, layers=1, rounds=1, max_steps=3, seconds=9.0))
+    assert list(rows)[-len(names) :] == names
+    for name in names:
         assert rows[name]["speedup_over_sparsity_0"] > 0
         assert rows[name]["expected_ms"] is None
+    assert Graph.made == (6 if "graph" in ways else 0)  # three steps: two by the first graph
+
+
+def test_a_graph_that_cannot_be_made_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "kernel_serves", lambda config: True)
+    row = rows_of()["sparsity 0, graph"]  # the kernel serves no step on a CPU
+    assert row["note"] == "no CUDA graph could be made"
+    assert "ms_per_step" not in row
 
 
 @pytest.mark.parametrize("kind", [Steps, LayerSteps])

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from rlkv.benchmarks.decode import Steps, step_rows
+from rlkv.benchmarks.decode import GRAPH, KERNEL, Steps, kernel_serves, step_rows
 from rlkv.benchmarks.texts import text_contender, text_row
 from rlkv.benchmarks.turns import DecodeConfig, take_turns
 from rlkv.evaluation.evaluate import parse_methods
+from rlkv.kernels.step import GRAPH as SWITCH
+from rlkv.rollout import graphed
 from rlkv.rollout.footprint import GIB
 from tests.gpu.conftest import LLAMA_8B, RESERVE_GIB, Built, layers_that_fit
+from tests.helpers.graphed import AHEAD, WAYS, decode_texts
 
 Record = Callable[[str, Any], None]
 SPARSITY = 0.5
@@ -45,20 +49,35 @@ def test_a_decode_step(llama_8b: Built, on_gpu: bool, record_property: Record) -
             take_turns(contenders, config, config.max_steps, seconds=2.0)
             rows = step_rows(contenders, llama_8b.model.dtype)
             for row, contender in zip(rows, contenders, strict=False):
-                if contender.fits:
+                if "ms_per_step" in row:
                     row["tokens_per_s"] = 1000 * batch / row["ms_per_step"]
                 if contender.peak_bytes is not None:
                     row["peak_gib"] = contender.peak_bytes / GIB
             record_property(f"batch {batch}, context {context}", rows)
             entries = heads * context + (total - heads) * (config.sink + config.window)
             fit = {row["cache"]: row for row in rows if "ms_per_step" in row}
-            assert batch > 8 or fit.keys() >= {"DynamicCache", f"sparsity {SPARSITY:g}"}
+            found = {"DynamicCache", f"sparsity {SPARSITY:g}"}
+            if kernel_serves(config):
+                found |= {f"sparsity {SPARSITY:g}{way}" for way in (KERNEL, GRAPH)}
+            assert batch > 8 or fit.keys() >= found
             if f"sparsity {SPARSITY:g}" in fit and "DynamicCache" in fit:
                 held = fit[f"sparsity {SPARSITY:g}"]["kv_bytes"]
                 stock = fit["DynamicCache"]["kv_bytes"]
                 assert held / stock == pytest.approx(entries / (total * context))
-            for row in fit.values():
-                assert not row["note"], row
+            for row in rows:
+                assert row["note"] in ("", "out of memory"), row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_write_the_same_texts(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    expected = decode_texts(way, "cuda")
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(graphed, "AHEAD", AHEAD)
+    with mock.patch.object(graphed, "record_graph", wraps=graphed.record_graph) as recordings:
+        assert decode_texts(way, "cuda") == expected
+    assert recordings.call_count >= 2
 
 
 def test_texts_with_eviction(llama_8b: Built, on_gpu: bool, record_property: Record) -> None:

@@ -1,4 +1,4 @@
-"""Who asks for the decode kernel, and which calls it serves; a GPU is not needed to tell."""
+"""What switches the decode kernel off, and which calls it serves; a GPU is not needed to tell."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_why_a_kernel_cannot_be_launched_is_one_line() -> None:
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize(("value", "launches"), [(None, 0), ("0", 0), ("1", 3)])
-def test_a_cache_decodes_by_it_where_the_environment_asks(
+@pytest.mark.parametrize(("value", "launches"), [(None, 3), ("0", 0), ("1", 3)])
+def test_a_cache_decodes_by_it_unless_the_environment_says_no(
     value: str | None, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
@@ -103,19 +103,19 @@ def test_a_cache_decodes_by_it_where_the_environment_asks(
 
     monkeypatch.setattr(layer_module, "serves", lambda query, key, value: key.shape[2] == 1)
     monkeypatch.setattr(layer_module.ReallocationLayer, "_decode", decode)
-    monkeypatch.delenv(step.SWITCH, raising=False)
+    monkeypatch.delenv(step.KERNEL, raising=False)
     if value is not None:
-        monkeypatch.setenv(step.SWITCH, value)
+        monkeypatch.setenv(step.KERNEL, value)
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     cached_logits(model, draw_ids(1, 6), HeadReallocationCache(MIXED, 1, 2), [5, 1])
     assert len(launched) == launches  # one in each layer
 
 
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(step.SWITCH, "yes")
-    said = "RLKV_DECODE_KERNEL is 'yes': set it to 1 to decode by the kernel, or leave"
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("switch", step.DEFAULTS)
+def test_another_value_is_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch, "yes")
+    with pytest.raises(ValueError, match=f"{switch} is 'yes': set it to 0 or 1, or leave it out"):
         CacheSettings()
 
 

@@ -1,0 +1,39 @@
+"""Decoding by CUDA graphs: on a CPU what a graph would compute (the graphs: ``tests/gpu``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlkv.kernels.step import GRAPH
+from tests.helpers.child import printed
+from tests.helpers.graphed import WAYS, NoWait
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    pytest.importorskip("triton")
+    return printed("graphed", "", TRITON_INTERPRET="1", **{GRAPH: "1"})
+
+
+@torch.inference_mode()
+def test_what_waits_for_a_device_is_refused_in_a_captured_step() -> None:
+    with NoWait(), pytest.raises(AssertionError, match="a captured step calls"):
+        bool((torch.ones(1, 2).diff() != 1).any())
+
+
+@pytest.mark.slow
+def test_texts_are_those_without_graphs(lines: list[str]) -> None:
+    ways = [line.split()[1:] for line in lines if line.startswith("texts")]
+    assert len(ways) == len(WAYS)
+    for equal, recorded, replayed in ways:
+        assert equal == "True"
+        assert int(recorded) >= 2
+        assert int(replayed) >= 10
+
+
+@pytest.mark.slow
+def test_a_model_of_which_no_graph_can_be_made_is_tried_once(lines: list[str]) -> None:
+    (refused,) = [line for line in lines if line.startswith("refused")]
+    said = "no CUDA graph could be made of the model (it waits): tokens take longer"
+    assert refused == f"refused True 1 {said}"
