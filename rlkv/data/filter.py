@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ from rlkv.data.curriculum import (
     parse_buckets,
     select,
 )
-from rlkv.data.problems import HUB_DATASET, Problem, load_problems, read_rows, text_field
+from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
@@ -275,8 +275,9 @@ def open_outputs(
     assert config.max_length is not None
     assert config.max_new_tokens is not None
     if config.outputs is not None:
-        texts = recorded_texts(config.outputs, config.outputs_field, problems)
-        return read_outputs(texts, indices, load_tokenizer(config.model), config.max_new_tokens)
+        tokenizer = load_tokenizer(config.model)
+        texts = recorded_outputs(config.outputs, config.outputs_field, problems)
+        return read_outputs(texts, indices, tokenizer, config.max_new_tokens)
     engine = sized_and_announced(config, len(indices)).load_engine()
     limit = min(config.max_length, engine.max_positions)
     if config.max_new_tokens >= limit:
@@ -312,29 +313,6 @@ def decode_outputs(
             "output": completion.text,
             "output_tokens": len(completion.token_ids),
         }
-
-
-def recorded_texts(path: str, field: str, problems: list[Problem]) -> dict[int, str]:
-    """Return the recorded outputs by the index of their problem, found by the problem's text.
-
-    Where a problem occurs several times, its first occurrence gets the first output, and so on.
-
-    Raises:
-        ValueError: if no output of the file belongs to any problem.
-    """
-    recorded: dict[str, deque[str]] = defaultdict(deque)
-    for where, row in read_rows(path):
-        recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
-    found = {}
-    for index, problem in enumerate(problems):
-        if recorded[problem.problem]:
-            found[index] = recorded[problem.problem].popleft()
-    if not found:
-        raise ValueError(
-            f"no recorded output in {path} belongs to a problem of the input: the problem texts "
-            "differ"
-        )
-    return found
 
 
 def read_outputs(
@@ -436,9 +414,10 @@ def run_filter(config: FilterConfig) -> FilterResult:
     report, curriculum = summarize(config, buckets, problems, rows)
     report["seconds"] = round(time.monotonic() - started, 3)  # of the run that finished the job
     report |= provenance()
+    page = markdown(report)
     write_json(folder / REPORT, report)  # first: by it the other files are known to be ours
     write_curriculum(folder, curriculum)
-    write_text(folder / "report.md", markdown(report))
+    write_text(folder / "report.md", page)
     return FilterResult(report, {})
 
 
@@ -524,8 +503,8 @@ def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
     """
     if not report["correct"]:
         nothing = [
-            f"None of the {report['loaded']} problems was solved: the curriculum is empty and there "
-            "is nothing to train on."
+            f"None of the {report['loaded']} problems was solved: the curriculum is empty and "
+            "there is nothing to train on."
         ]
         if wrong:
             nothing.append(
@@ -546,8 +525,8 @@ def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
             found.append(f"{line}.")
     if report["outside_buckets"]:
         found.append(
-            f"{report['outside_buckets']} solved problems have an output length outside all buckets "
-            "and were left out."
+            f"{report['outside_buckets']} solved problems have an output length outside all "
+            "buckets and were left out."
         )
     return found
 

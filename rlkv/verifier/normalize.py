@@ -18,9 +18,6 @@ def word_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-def _pairs(words: str) -> zip[tuple[str, str]]:
-    return zip(words.split()[::2], words.split()[1::2], strict=True)
-
 
 # --- unicode
 
@@ -40,10 +37,10 @@ _SIGNS = {
     "·⋅∗∙": r"\cdot ",
 }
 _COMMANDS = (
-    "× times ≠ ne ≈ approx ∞ infty ± pm … ldots ∪ cup ∩ cap ∅ emptyset ∈ in ∖ setminus ∠ angle "
-    "△ triangle ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil"
+    "×times ≠ne ≈approx ∞infty ±pm …ldots ∪cup ∩cap ∅emptyset ∈in ∖setminus ∠angle △triangle "
+    "⌊lfloor ⌋rfloor ⌈lceil ⌉rceil"
 )
-_TEXTS = "¢ cent € euro £ gbp ¥ yen ₹ rupee"
+_CURRENCIES = "¢cent €euro £gbp ¥yen ₹rupee"
 _TABLE: dict[str, str] = {"√": r"\sqrt", "∛": r"\sqrt[3]"}
 for _sign in "ℝℤℚℕ":
     _TABLE[_sign] = rf"\mathbb{{{unicodedata.normalize('NFKC', _sign)}}}"
@@ -52,10 +49,10 @@ for _letter in "αβγδεζηθικλμνξπρστυφχψω":
     _TABLE[_letter] = f"\\{_name} "
 for _signs, _replacement in _SIGNS.items():
     _TABLE.update(dict.fromkeys(_signs, _replacement))
-for _sign, _name in _pairs(_COMMANDS):
-    _TABLE[_sign] = f"\\{_name} "
-for _sign, _name in _pairs(_TEXTS):
-    _TABLE[_sign] = rf"\text{{{_name}}}"
+for _command in _COMMANDS.split():
+    _TABLE[_command[0]] = f"\\{_command[1:]} "
+for _currency in _CURRENCIES.split():
+    _TABLE[_currency[0]] = rf"\text{{{_currency[1:]}}}"
 _TRANSLATION = str.maketrans(_TABLE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")

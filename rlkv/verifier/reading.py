@@ -114,13 +114,12 @@ for _unit in word_set("euro gbp yen rupee % degree F C radian gallon acre mile/h
     _UNITS[_unit] = (_unit, Fraction(1))
 _LETTER_UNITS = {"s": "second", "h": "hour", "l": "litre", "L": "litre"}
 # parts of a value: the right answer's must be in the candidate
-_KEPT = word_set("am pm east west north south up down")
+_KEPT = {"am", "pm", "east", "west", "north", "south", "up", "down"}
 # a number with one of these words is another number, or none
 _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
     "almost minus plus squared cubed factorial twice double if when from at per"
-)
-_ANOTHER |= {*_SCALES, *_PARTS, *_NUMBERS}
+).union(_SCALES, _PARTS, _NUMBERS)
 _FILLING = word_set("a an the of in total unit there is are it answer exist exactly only just all")
 _LEADING = word_set("option choice answer exactly only just a total of the or")
 _TRIGONOMETRY = r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)"
