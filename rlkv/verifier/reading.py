@@ -60,7 +60,10 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
                 total += current
                 current = Fraction(0)
         elif word in _PARTS and (current is not None or word == "half"):
-            return total + (1 if current is None else current) / Fraction(_PARTS[word]), used + 1
+            part = total + (1 if current is None else current) / Fraction(_PARTS[word])
+            if following[0] == "an" and following[1] in _SCALES:  # half a million
+                return part * _SCALES[following[1]], used + 3
+            return part, used + 1
         elif word == "an" and current is None and following[0] in (*_SCALES, *_PARTS):
             current = Fraction(1)
         elif word != "and" or current is None:
