@@ -11,8 +11,15 @@ import re
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rlkv.models.shape import short_name
+from rlkv.utils.files import atomic_path, write_jsonl
+from rlkv.utils.runtime import require
+from rlkv.utils.store import Row
+
+CURRICULUM = ("curriculum.jsonl", "curriculum.parquet")
+COLUMNS = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
 
 
 def curriculum_folder(model: str) -> Path:
@@ -103,3 +110,51 @@ def select(
                 chosen |= dict.fromkeys(moved, donor.name)
                 fill["filled_from_others"] += len(moved)
     return dict(sorted(chosen.items())), fills
+
+
+def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
+    """Return what a reader must not miss; ``wrong`` has the answers that outputs did not give.
+
+    Nothing solved, short buckets, or outputs outside all buckets.
+    """
+    if not report["correct"]:
+        nothing = [
+            f"None of the {report['loaded']} problems was solved: the curriculum is empty and "
+            "there is nothing to train on."
+        ]
+        if wrong:
+            nothing.append(
+                f"{len(wrong)} outputs give an answer and all are wrong: check that the field "
+                "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
+                f"is {wrong[0][-80:]!r}."
+            )
+        return nothing
+    found = []
+    for bucket in report["buckets"]:
+        if bucket["taken"] < bucket["wanted"]:
+            line = (
+                f"Bucket {bucket['low']}-{bucket['high']} is short: {bucket['wanted']} wanted, "
+                f"{bucket['taken']} there, all taken"
+            )
+            if bucket["filled_from_others"]:
+                line += f"; {bucket['filled_from_others']} came from other buckets in their place"
+            found.append(f"{line}.")
+    if report["outside_buckets"]:
+        found.append(
+            f"{report['outside_buckets']} solved problems have an output length outside all "
+            "buckets and were left out."
+        )
+    return found
+
+
+def write_curriculum(folder: Path, rows: list[Row]) -> None:
+    """Write ``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
+    arrow = require("pyarrow", "train")
+    parquet = require("pyarrow.parquet", "train")
+    as_lines, as_table = CURRICULUM
+    write_jsonl(folder / as_lines, rows)
+    types = {name: arrow.string() for name in COLUMNS}
+    types["output_tokens"] = arrow.int64()
+    table = arrow.Table.from_pylist(rows, schema=arrow.schema(types.items()))
+    with atomic_path(folder / as_table) as path:
+        parquet.write_table(table, path)

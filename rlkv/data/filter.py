@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlkv.data.curriculum import (
+    CURRICULUM,
     PAPER_BUCKETS,
     SMOL_BUCKETS,
     TINY_BUCKETS,
     Bucket,
     curriculum_folder,
+    notes,
     parse_buckets,
     select,
+    write_curriculum,
 )
 from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
 from rlkv.inference.options import ModelOptions, check_positive
@@ -40,9 +43,9 @@ from rlkv.rollout.footprint import (
     rough,
 )
 from rlkv.smol import MAX_NEW_TOKENS
-from rlkv.utils.files import atomic_path, write_json, write_jsonl, write_text
+from rlkv.utils.files import write_json, write_text
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, hardware_line, provenance, require
+from rlkv.utils.runtime import digest, hardware_line, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
 from rlkv.vllm.plugin import check_vllm_options, choose_engine
@@ -60,8 +63,6 @@ STATUSES = {
 SHARD = "shard"
 KEY = ("index",)
 REPORT = "report.json"
-CURRICULUM = ("curriculum.jsonl", "curriculum.parquet")
-COLUMNS = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
 DEFAULT_BATCH = 16  # problems decoded together, where no GPU says what fits
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
@@ -496,41 +497,6 @@ def summarize(
     return report, curriculum
 
 
-def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
-    """Return what a reader must not miss; ``wrong`` has the answers that outputs did not give.
-
-    Nothing solved, short buckets, or outputs outside all buckets.
-    """
-    if not report["correct"]:
-        nothing = [
-            f"None of the {report['loaded']} problems was solved: the curriculum is empty and "
-            "there is nothing to train on."
-        ]
-        if wrong:
-            nothing.append(
-                f"{len(wrong)} outputs give an answer and all are wrong: check that the field "
-                "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
-                f"is {wrong[0][-80:]!r}."
-            )
-        return nothing
-    found = []
-    for bucket in report["buckets"]:
-        if bucket["taken"] < bucket["wanted"]:
-            line = (
-                f"Bucket {bucket['low']}-{bucket['high']} is short: {bucket['wanted']} wanted, "
-                f"{bucket['taken']} there, all taken"
-            )
-            if bucket["filled_from_others"]:
-                line += f"; {bucket['filled_from_others']} came from other buckets in their place"
-            found.append(f"{line}.")
-    if report["outside_buckets"]:
-        found.append(
-            f"{report['outside_buckets']} solved problems have an output length outside all "
-            "buckets and were left out."
-        )
-    return found
-
-
 def markdown(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     lines = ["# Curriculum", "", *report["notes"]]
@@ -554,16 +520,3 @@ def markdown(report: dict[str, Any]) -> str:
     lines += ["", f"Settings: {config}.", ""]
     lines.append(f"{packages}; {hardware_line()}; last run {report['seconds']:.1f} s.")
     return "\n".join(lines) + "\n"
-
-
-def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """Write ``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
-    arrow = require("pyarrow", "train")
-    parquet = require("pyarrow.parquet", "train")
-    as_lines, as_table = CURRICULUM
-    write_jsonl(folder / as_lines, rows)
-    types = {name: arrow.string() for name in COLUMNS}
-    types["output_tokens"] = arrow.int64()
-    table = arrow.Table.from_pylist(rows, schema=arrow.schema(types.items()))
-    with atomic_path(folder / as_table) as path:
-        parquet.write_table(table, path)

@@ -17,7 +17,7 @@ import torch
 
 from rlkv.cli.app import CONFIGS, parse
 from rlkv.data import filter as filter_job
-from rlkv.data.curriculum import curriculum_folder
+from rlkv.data.curriculum import COLUMNS, CURRICULUM, curriculum_folder
 from rlkv.data.filter import FilterConfig, parse_shard, run_filter, sized_and_announced
 from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
@@ -30,7 +30,6 @@ from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "data_prep" / "filter_deepscaler.py"
 BUCKETS = ("0-64:4", "64-128:50")
-FILES = ("curriculum.jsonl", "curriculum.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_shards_merge_to_the_same_files(
     lines = [line for path in tmp_path.glob("shards/*.jsonl") for line in path.open()]
     assert len([line for line in lines if line.endswith("}\n")]) == 40  # nothing was done twice
     folder, report = whole
-    for name in FILES:
+    for name in CURRICULUM:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     volatile = {"config", "seconds", "finished", "command"}
     assert all(merged[name] == report[name] for name in report.keys() - volatile)
@@ -166,7 +165,7 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert report["truncated"] + report["unparsable"] + report["wrong"] == 3
     assert report["notes"][0].startswith("None of the 5 problems was solved: the curriculum is")
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
-    assert (table.num_rows, tuple(table.column_names)) == (0, filter_job.COLUMNS)
+    assert (table.num_rows, tuple(table.column_names)) == (0, COLUMNS)
 
 
 @pytest.mark.parametrize(("mark", "solved"), [("#### ", 3), ("Answer 3*24, that is ", 0)])
@@ -360,7 +359,7 @@ def test_the_filter_writes_where_the_training_looks(tmp_path: Path) -> None:
         assert FilterConfig(model=model).resolved().output_dir == str(curriculum_folder(model))
         assert f"curriculum: {curriculum_folder(model)}/curriculum.parquet" in config
     run_filter(FilterConfig(model="tiny", num_problems=4, output_dir=str(tmp_path)))
-    for name in FILES:
+    for name in CURRICULUM:
         assert other_models(tmp_path / name, "tiny") == []
         if read_curriculum(tmp_path / name):
             assert other_models(tmp_path / name, "smol") == ["tiny"]
