@@ -350,7 +350,7 @@ def judge(rows: list[Row], problems: list[Problem], verifier: Verifier) -> None:
 
 @dataclass(frozen=True)
 class FilterResult:
-    """What a run has done.
+    """Report of a run, or what is still open.
 
     Attributes:
         report: None until all shards are complete.

@@ -121,6 +121,7 @@ _DECIMAL = r"(?<![\d.])(?P<whole>\d{0,50})\.(?P<fixed>\d{0,50}?)"
 _PAIR = r"(?=\s*[^\s,\[\]()][^\[\]()]*,)([^\[\]()]*)"
 _COLOUR = r"\\(?:textcolor|color|colorbox)\s*(?:\[\w*\])?\s*\{[^{}]*\}"
 
+_BRACKET_NAMES = {"lt": "<", "gt": ">", "langle": "(", "rangle": ")"}
 _DRESS: list[Rule] = [
     (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
     (r"\\+\s*$", ""),
@@ -150,11 +151,8 @@ _SYMBOLS: list[Rule] = [
     (rf"\\(?:leqslant|leqq|leq){_END}|<=|=<", r"\\le "),
     (rf"\\(?:geqslant|geqq|geq){_END}|>=", r"\\ge "),
     (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
-    (rf"\\lt{_END}", "<"),
-    (rf"\\gt{_END}", ">"),
+    (rf"\\(lt|gt|langle|rangle){_END}", lambda m: _BRACKET_NAMES[m[1]]),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
-    (r"\\langle", "("),
-    (r"\\rangle", ")"),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
     (rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}", r"\\mathbb{\1\2}"),
     (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
@@ -186,8 +184,7 @@ _PROGRAM: list[Rule] = [
     (r"\+/-|\+-(?=\d)", r"\\pm "),
 ]
 _NUMBERS: list[Rule] = [
-    (rf"(?<=\d)\s*(?:\^?\s*{_ORDINAL_TEXT}|\^?{_ORDINAL}{_END})", ""),
-    (rf"(?<=\d)\s*\^\s*\{{\s*(?:{_ORDINAL_TEXT}|{_ORDINAL})\s*\}}", ""),
+    (rf"(?<=\d)\s*\^?\s*(\{{\s*)?(?:{_ORDINAL_TEXT}|{_ORDINAL}{_END})(?(1)\s*\}})", ""),
     (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
     (r"_\s*(\d+)", r"_{\1}"),
     (
