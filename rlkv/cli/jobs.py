@@ -124,8 +124,8 @@ def run_filter_job() -> None:
     from rlkv.data.filter import STATUSES, FilterConfig, run_filter
     from rlkv.utils.runtime import leave_launcher
 
-    result = run_filter(parse(FilterConfig, FILTER).of_process(*leave_launcher()))
-    config = result.config
+    config = parse(FilterConfig, FILTER).of_process(*leave_launcher())
+    result = run_filter(config)
     if result.report is None:
         total = config.shard.partition("/")[2]
         listed = ", ".join(f"{i}/{total} ({n} problems)" for i, n in result.open_shards.items())
@@ -138,7 +138,7 @@ def run_filter_job() -> None:
         print(note)
     counts = ", ".join(f"{status} {result.report[status]}" for status in STATUSES)
     print(f"{result.report['loaded']} problems: {counts}; {result.report['selected']} selected.")
-    print(f"Curriculum and report: {config.output_dir}")
+    print(f"Curriculum and report: {result.report['config']['output_dir']}")
 
 
 def run_eval(arguments: Sequence[str] | None = None) -> None:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rlkv.models.shape import short_name
+from rlkv.utils.files import atomic_path, write_jsonl
+from rlkv.utils.runtime import require
+from rlkv.utils.store import Row
+
+CURRICULUM = ("curriculum.jsonl", "curriculum.parquet")
+COLUMNS = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
 
 
 def curriculum_folder(model: str) -> Path:
@@ -40,24 +47,9 @@ class Bucket:
         return f"{self.low}-{self.high}"
 
 
-PAPER_BUCKETS = (
-    Bucket(0, 2000, 600),
-    Bucket(2000, 4000, 600),
-    Bucket(4000, 6000, 1000),
-    Bucket(6000, 8000, 800),
-)
-SMOL_BUCKETS = (
-    Bucket(0, 160, 40),
-    Bucket(160, 220, 40),
-    Bucket(220, 280, 40),
-    Bucket(280, 448, 40),
-)
-TINY_BUCKETS = (
-    Bucket(0, 64, 60),
-    Bucket(64, 128, 60),
-    Bucket(128, 256, 60),
-    Bucket(256, 440, 60),
-)
+PAPER_BUCKETS = ("0-2000:600", "2000-4000:600", "4000-6000:1000", "6000-8000:800")
+SMOL_BUCKETS = ("0-160:40", "160-220:40", "220-280:40", "280-448:40")
+TINY_BUCKETS = ("0-64:60", "64-128:60", "128-256:60", "256-440:60")
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
@@ -82,67 +74,87 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     return ordered
 
 
-@dataclass(frozen=True)
-class BucketFill:
-    """One bucket: problems available, taken from it, and taken from others in its place."""
-
-    bucket: Bucket
-    available: int
-    taken: int
-    filled_from_others: int
-
-    @property
-    def short(self) -> int:
-        return self.bucket.wanted - self.taken
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What was sampled.
-
-    Attributes:
-        chosen: index of a problem -> name of the bucket that its own length falls into.
-        outside: outputs that fall into no bucket.
-    """
-
-    chosen: dict[int, str]
-    fills: list[BucketFill]
-    outside: int
-
-
 def select(
     lengths: dict[int, int], buckets: tuple[Bucket, ...], seed: int, fill_short: bool = False
-) -> Selection:
+) -> tuple[dict[int, str], list[dict[str, int]]]:
     """Sample per bucket from ``lengths`` (problem index -> output tokens).
 
     The same arguments give the same sample.  A bucket with too few gives all it has.  With
     ``fill_short``, what is missing is then taken from what the nearest buckets have left over.
+
+    Returns:
+        Index of a chosen problem -> name of the bucket that its own length falls into; and per
+        bucket its limits, ``wanted``, ``available``, ``taken`` and ``filled_from_others``.
     """
-    pools = {}
-    for bucket in buckets:
-        pools[bucket] = [i for i in sorted(lengths) if bucket.low < lengths[i] <= bucket.high]
-    available = {bucket: len(pool) for bucket, pool in pools.items()}
     chosen: dict[int, str] = {}
-
-    def take(bucket: Bucket, number: int) -> int:
-        taken = pools[bucket][:number]
-        del pools[bucket][:number]
-        chosen.update(dict.fromkeys(taken, bucket.name))
-        return len(taken)
-
-    taken = {}
-    filled = dict.fromkeys(buckets, 0)
-    for bucket, pool in pools.items():
+    left: dict[Bucket, list[int]] = {}
+    fills = []
+    for bucket in buckets:
+        pool = [i for i in sorted(lengths) if bucket.low < lengths[i] <= bucket.high]
         # a generator per bucket: changing one bucket leaves the draws of the others as they were
         random.Random(f"rlkv-curriculum-{seed}-{bucket.name}").shuffle(pool)
-        taken[bucket] = take(bucket, bucket.wanted)
+        taken = pool[: bucket.wanted]
+        left[bucket] = pool[bucket.wanted :]
+        chosen |= dict.fromkeys(taken, bucket.name)
+        counts = {"available": len(pool), "taken": len(taken), "filled_from_others": 0}
+        fills.append({**asdict(bucket), **counts})
     if fill_short:
-        for bucket in buckets:
+        for bucket, fill in zip(buckets, fills, strict=True):
+            missing = fill["wanted"] - fill["taken"]
             middle = bucket.low + bucket.high
             # itself first, but nothing is left in it where something is missing
             for donor in sorted(buckets, key=lambda b: abs(b.low + b.high - middle)):
-                filled[bucket] += take(donor, bucket.wanted - taken[bucket] - filled[bucket])
-    fills = [BucketFill(b, available[b], taken[b], filled[b]) for b in buckets]
-    return Selection(
-        dict(sorted(chosen.items())), fills, outside=len(lengths) - sum(available.values())
-    )
+                moved = left[donor][:missing]
+                del left[donor][:missing]
+                missing -= len(moved)
+                chosen |= dict.fromkeys(moved, donor.name)
+                fill["filled_from_others"] += len(moved)
+    return dict(sorted(chosen.items())), fills
+
+
+def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
+    """Return what a reader must not miss; ``wrong`` has the answers that outputs did not give.
+
+    Nothing solved, short buckets, or outputs outside all buckets.
+    """
+    if not report["correct"]:
+        nothing = [
+            f"None of the {report['loaded']} problems was solved: the curriculum is empty and "
+            "there is nothing to train on."
+        ]
+        if wrong:
+            nothing.append(
+                f"{len(wrong)} outputs give an answer and all are wrong: check that the field "
+                "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
+                f"is {wrong[0][-80:]!r}."
+            )
+        return nothing
+    found = []
+    for bucket in report["buckets"]:
+        if bucket["taken"] < bucket["wanted"]:
+            line = (
+                f"Bucket {bucket['low']}-{bucket['high']} is short: {bucket['wanted']} wanted, "
+                f"{bucket['taken']} there, all taken"
+            )
+            if bucket["filled_from_others"]:
+                line += f"; {bucket['filled_from_others']} came from other buckets in their place"
+            found.append(f"{line}.")
+    if report["outside_buckets"]:
+        found.append(
+            f"{report['outside_buckets']} solved problems have an output length outside all "
+            "buckets and were left out."
+        )
+    return found
+
+
+def write_curriculum(folder: Path, rows: list[Row]) -> None:
+    """Write ``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
+    arrow = require("pyarrow", "train")
+    parquet = require("pyarrow.parquet", "train")
+    as_lines, as_table = CURRICULUM
+    write_jsonl(folder / as_lines, rows)
+    types = {name: arrow.string() for name in COLUMNS}
+    types["output_tokens"] = arrow.int64()
+    table = arrow.Table.from_pylist(rows, schema=arrow.schema(types.items()))
+    with atomic_path(folder / as_table) as path:
+        parquet.write_table(table, path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlkv.data.curriculum import (
+    CURRICULUM,
     PAPER_BUCKETS,
     SMOL_BUCKETS,
     TINY_BUCKETS,
     Bucket,
-    Selection,
     curriculum_folder,
+    notes,
     parse_buckets,
     select,
+    write_curriculum,
 )
-from rlkv.data.problems import HUB_DATASET, Problem, load_problems, read_rows, text_field
+from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
 from rlkv.inference.options import ModelOptions, check_positive
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
@@ -41,9 +43,9 @@ from rlkv.rollout.footprint import (
     rough,
 )
 from rlkv.smol import MAX_NEW_TOKENS
-from rlkv.utils.files import atomic_path, write_json, write_jsonl, write_text
+from rlkv.utils.files import write_json, write_text
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, hardware_line, provenance, require
+from rlkv.utils.runtime import digest, hardware_line, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
 from rlkv.vllm.plugin import check_vllm_options, choose_engine
@@ -61,8 +63,6 @@ STATUSES = {
 SHARD = "shard"
 KEY = ("index",)
 REPORT = "report.json"
-CURRICULUM = ("curriculum.jsonl", "curriculum.parquet")
-COLUMNS = ("problem", "answer", "output", "output_tokens", "bucket", "template", "model")
 DEFAULT_BATCH = 16  # problems decoded together, where no GPU says what fits
 
 # arXiv 2510.08525: max length 8192, of it 7168 for the completion
@@ -165,7 +165,6 @@ class FilterConfig(ModelOptions):
     def resolved(self) -> FilterConfig:
         """Return the options with the model's defaults for those that were not given."""
         defaults = dict(BUILT_IN.get(self.model, PAPER))
-        defaults["buckets"] = tuple(map(str, defaults["buckets"]))
         if self.outputs is not None:
             defaults["input"] = self.outputs  # recorded outputs that carry their answers
         defaults["output_dir"] = str(curriculum_folder(self.model))
@@ -274,16 +273,13 @@ def open_outputs(
     Raises:
         ValueError: if the model or the outputs cannot be loaded, or leave no room for a prompt.
     """
-    if config.outputs is not None:
-        assert config.max_new_tokens is not None
-        texts = recorded_texts(config.outputs, config.outputs_field, problems)
-        tokenizer = load_tokenizer(config.model)
-        return read_outputs(texts, indices, tokenizer, config.max_new_tokens)
-    config = sized_and_announced(config, len(indices))
-    assert config.template is not None
     assert config.max_length is not None
     assert config.max_new_tokens is not None
-    engine = config.load_engine()
+    if config.outputs is not None:
+        tokenizer = load_tokenizer(config.model)
+        texts = recorded_outputs(config.outputs, config.outputs_field, problems)
+        return read_outputs(texts, indices, tokenizer, config.max_new_tokens)
+    engine = sized_and_announced(config, len(indices)).load_engine()
     limit = min(config.max_length, engine.max_positions)
     if config.max_new_tokens >= limit:
         raise ValueError(
@@ -291,6 +287,7 @@ def open_outputs(
             f"(the lesser of max_length {config.max_length} and the model's "
             f"{engine.max_positions} positions): lower --max-new-tokens"
         )
+    assert config.template is not None
     prompts = {}
     for index in indices:
         problem = problems[index].problem
@@ -317,29 +314,6 @@ def decode_outputs(
             "output": completion.text,
             "output_tokens": len(completion.token_ids),
         }
-
-
-def recorded_texts(path: str, field: str, problems: list[Problem]) -> dict[int, str]:
-    """Return the recorded outputs by the index of their problem, found by the problem's text.
-
-    Where a problem occurs several times, its first occurrence gets the first output, and so on.
-
-    Raises:
-        ValueError: if no output of the file belongs to any problem.
-    """
-    recorded: dict[str, deque[str]] = defaultdict(deque)
-    for where, row in read_rows(path):
-        recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
-    found = {}
-    for index, problem in enumerate(problems):
-        if recorded[problem.problem]:
-            found[index] = recorded[problem.problem].popleft()
-    if not found:
-        raise ValueError(
-            f"no recorded output in {path} belongs to a problem of the input: the problem texts "
-            "differ"
-        )
-    return found
 
 
 def read_outputs(
@@ -376,15 +350,13 @@ def judge(rows: list[Row], problems: list[Problem], verifier: Verifier) -> None:
 
 @dataclass(frozen=True)
 class FilterResult:
-    """What a run has done.
+    """Report of a run, or what is still open.
 
     Attributes:
-        config: the options, with what was chosen for their defaults.
         report: None until all shards are complete.
         open_shards: shard -> problems that are not done yet.
     """
 
-    config: FilterConfig
     report: dict[str, Any] | None
     open_shards: dict[int, int]
 
@@ -439,8 +411,15 @@ def run_filter(config: FilterConfig) -> FilterResult:
     rows = {row["index"]: row for row in found}
     open_shards = Counter(index % count for index in range(len(problems)) if index not in rows)
     if open_shards:
-        return FilterResult(config, None, dict(sorted(open_shards.items())))
-    return FilterResult(config, finish(config, buckets, problems, rows, started), {})
+        return FilterResult(None, dict(sorted(open_shards.items())))
+    report, curriculum = summarize(config, buckets, problems, rows)
+    report["seconds"] = round(time.monotonic() - started, 3)  # of the run that finished the job
+    report |= provenance()
+    page = markdown(report)
+    write_json(folder / REPORT, report)  # first: by it the other files are known to be ours
+    write_curriculum(folder, curriculum)
+    write_text(folder / "report.md", page)
+    return FilterResult(report, {})
 
 
 def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str, Any]) -> None:
@@ -461,7 +440,7 @@ def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str,
             unanswerable.append({"index": index, "status": "no_answer"})
     if not answerable and not unanswerable:
         return
-    outputs = open_outputs(config, problems, answerable)
+    outputs = chain(unanswerable, open_outputs(config, problems, answerable))
     file = shard_file(folder, SHARD, shard, count)
     title = "filter" if count == 1 else f"filter, shard {config.shard}"
     with (
@@ -470,7 +449,7 @@ def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str,
         closing(Verifier()) as verifier,
     ):
         bar.resume(Counter(done[index] for index in own if index in done))
-        for rows in batches(chain(unanswerable, outputs), config.batch_size or DEFAULT_BATCH):
+        while rows := list(islice(outputs, config.batch_size or DEFAULT_BATCH)):
             # another process may have finished the shard while this one loaded the model
             rows = [row for row in rows if row["index"] not in store.done]
             judge(rows, problems, verifier)
@@ -478,31 +457,21 @@ def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str,
             bar.advance(Counter(row["status"] for row in rows))
 
 
-def batches(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
-    """Yield ``size`` rows at a time; the last ones may be fewer."""
-    remaining = iter(rows)
-    while batch := list(islice(remaining, size)):
-        yield batch
-
-
 # --- the curriculum
 
 
-def finish(
+def summarize(
     config: FilterConfig,
     buckets: tuple[Bucket, ...],
     problems: list[Problem],
     rows: dict[int, Row],
-    started: float,
-) -> dict[str, Any]:
-    """Sample the buckets from the rows of all problems and write the files; returns the report."""
-    assert config.output_dir is not None
-    folder = Path(config.output_dir)
+) -> tuple[dict[str, Any], list[Row]]:
+    """Sample the buckets from the rows of all problems; returns the report and the curriculum."""
     status = {index: rows[index]["status"] for index in sorted(rows)}
     solved = {index: rows[index]["output_tokens"] for index in status if status[index] == "correct"}
-    selection = select(solved, buckets, config.seed, config.fill_short_buckets)
+    chosen, fills = select(solved, buckets, config.seed, config.fill_short_buckets)
     curriculum = []
-    for index, bucket in selection.chosen.items():
+    for index, bucket in chosen.items():
         row = {
             "problem": problems[index].problem,
             "answer": problems[index].answer,
@@ -518,67 +487,14 @@ def finish(
     report = {
         "loaded": len(status),
         **{name: counted[name] for name in STATUSES},
-        "outside_buckets": selection.outside,
+        "outside_buckets": len(solved) - sum(fill["available"] for fill in fills),
         "selected": len(curriculum),
-        "buckets": [{**fill.pop("bucket"), **fill} for fill in map(asdict, selection.fills)],
-        "notes": notes(status, selection, problems),
-        "config": {**asdict(config), "buckets": ",".join(map(str, buckets))},
-        "seconds": round(time.monotonic() - started, 3),  # of the run that finished the job
-        **provenance(),
+        "buckets": fills,
     }
-    write_json(folder / REPORT, report)  # first: by it the other files are known to be ours
-    write_curriculum(folder, curriculum)
-    write_text(folder / "report.md", markdown(report))
-    return report
-
-
-def write_curriculum(folder: Path, rows: list[Row]) -> None:
-    """Write ``curriculum.jsonl`` and ``curriculum.parquet``, with the same fields."""
-    arrow = require("pyarrow", "train")
-    parquet = require("pyarrow.parquet", "train")
-    as_lines, as_table = CURRICULUM
-    write_jsonl(folder / as_lines, rows)
-    types = {name: arrow.string() for name in COLUMNS}
-    types["output_tokens"] = arrow.int64()
-    table = arrow.Table.from_pylist(rows, schema=arrow.schema(types.items()))
-    with atomic_path(folder / as_table) as path:
-        parquet.write_table(table, path)
-
-
-def notes(status: dict[int, str], selection: Selection, problems: list[Problem]) -> list[str]:
-    """Return what a reader must not miss.
-
-    Nothing solved, short buckets, or outputs outside all buckets.
-    """
-    if "correct" not in status.values():
-        nothing = [
-            f"None of the {len(status)} problems was solved: the curriculum is empty and there is "
-            "nothing to train on."
-        ]
-        wrong = [index for index in status if status[index] == "wrong"]
-        if wrong:
-            nothing.append(
-                f"{len(wrong)} outputs give an answer and all are wrong: check that the field "
-                "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
-                f"is {problems[wrong[0]].answer[-80:]!r}."
-            )
-        return nothing
-    found = []
-    for fill in selection.fills:
-        if fill.short > 0:
-            line = (
-                f"Bucket {fill.bucket.name} is short: {fill.bucket.wanted} wanted, {fill.taken} "
-                "there, all taken"
-            )
-            if fill.filled_from_others:
-                line += f"; {fill.filled_from_others} came from other buckets in their place"
-            found.append(f"{line}.")
-    if selection.outside:
-        found.append(
-            f"{selection.outside} solved problems have an output length outside all buckets and "
-            "were left out."
-        )
-    return found
+    wrong = [problems[index].answer for index in status if status[index] == "wrong"]
+    report["notes"] = notes(report, wrong)
+    report["config"] = {**asdict(config), "buckets": ",".join(map(str, buckets))}
+    return report, curriculum
 
 
 def markdown(report: dict[str, Any]) -> str:

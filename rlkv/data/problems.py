@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,29 @@ def load_problems(
     if not loaded:
         raise ValueError(f"{source} holds no problems")
     return loaded[:limit]
+
+
+def recorded_outputs(path: str, field: str, problems: list[Problem]) -> dict[int, str]:
+    """Return the recorded outputs by the index of their problem, found by the problem's text.
+
+    Where a problem occurs several times, its first occurrence gets the first output, and so on.
+
+    Raises:
+        ValueError: if no output of the file belongs to any problem.
+    """
+    recorded: dict[str, deque[str]] = defaultdict(deque)
+    for where, row in read_rows(path):
+        recorded[text_field(row, "problem", where)].append(text_field(row, field, where))
+    found = {}
+    for index, problem in enumerate(problems):
+        if recorded[problem.problem]:
+            found[index] = recorded[problem.problem].popleft()
+    if not found:
+        raise ValueError(
+            f"no recorded output in {path} belongs to a problem of the input: the problem texts "
+            "differ"
+        )
+    return found
 
 
 def read_curriculum(

@@ -142,7 +142,10 @@ class TextRecall:
         pieces = self._pieces(rng)
         room = rng.randint(self.min_length, self.max_length) - self._fixed_length(pieces)
         text = self._filler(rng, max(0, room))
-        cuts = [int(len(text) * depth) for depth in self._depths(rng)]
+        cuts = []  # where the passkeys lie: ascending and all different
+        for step in sorted(rng.sample(range(DEPTHS), self.passkeys)):
+            depth = SHALLOWEST + (DEEPEST - SHALLOWEST) * step / (DEPTHS - 1)
+            cuts.append(int(len(text) * depth))
         ids = list(self._head)
         for piece, begin, end in zip(pieces, [0, *cuts], cuts, strict=False):
             ids += text[begin:end] + piece.needle
@@ -151,11 +154,6 @@ class TextRecall:
         for piece in pieces:
             ids += piece.question + piece.answer
         return MarkedText(tuple(ids), tuple(range(start, len(ids))))
-
-    def _depths(self, rng: random.Random) -> list[float]:
-        """Draw where the passkeys lie, as shares of the haystack, ascending and all different."""
-        steps = sorted(rng.sample(range(DEPTHS), self.passkeys))
-        return [SHALLOWEST + (DEEPEST - SHALLOWEST) * step / (DEPTHS - 1) for step in steps]
 
     def _pieces(self, rng: random.Random) -> list[_Piece]:
         found = []

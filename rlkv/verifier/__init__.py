@@ -96,19 +96,43 @@ class _Worker:
                 pipe.close()
 
 
-class WorkerPool:
-    """Up to ``num_workers`` processes, started when there is work for them, replaced when killed.
+Answer = str | int | float | None
+_NEVER_EQUAL = {"", "nan", "none", "null"}
+_INTEGER = re.compile(r"[-+]?\d{1,100}")
 
-    Safe to use from several threads (one batch at a time) and after a fork (the child starts its
-    own processes).
+
+def _text(answer: Answer) -> str:
+    """Return the answer as text; empty for what equals nothing, such as NaN and truth values."""
+    if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
+        return ""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        return ""
+    text = str(answer).strip()
+    if text.lower() in _NEVER_EQUAL or len(text) > MAX_ANSWER_CHARS or "\0" in text:
+        return ""
+    return text
+
+
+def _decide(answer: str, candidate: str) -> bool | Pairs:
+    """Return the verdict where no algebra is needed, else pairs of which one must be equal."""
+    if not answer or not candidate:
+        return False
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(candidate):
+        return int(answer) == int(candidate)
+    if " ".join(answer.split()) == " ".join(candidate.split()):
+        return bool(answer.strip("$. "))
+    return pairs_to_compare(answer, candidate)
+
+
+class Verifier:
+    """Verdicts on batches of answers, by processes that start when there is work for them.
+
+    A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or
+    that crashes its worker, is not equal.  Safe to use from several threads (one batch at a time)
+    and after a fork (the child starts its own processes).
     """
 
-    def __init__(self, num_workers: int, timeout: float) -> None:
-        """Start nothing yet.
-
-        ``timeout`` is the limit for one pair, in seconds of CPU time; ten times that is the limit
-        in wall time.
-        """
+    def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
         if num_workers < 1 or not timeout > 0:
             raise ValueError(
                 f"a verifier needs num_workers >= 1 and timeout > 0, got {num_workers} and "
@@ -116,31 +140,61 @@ class WorkerPool:
             )
         self.num_workers = num_workers
         self.timeout = timeout
+        self._have_none()
+
+    def _have_none(self) -> None:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()  # one batch at a time
         self._guard = threading.Lock()  # of the list of workers, in a batch
         self._owner = os.getpid()
         self._is_stopping = False
 
-    def run(self, jobs: list[Pairs]) -> list[bool]:
-        """Return whether one ``(right answer, candidate)`` of each job is equal.
+    def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
+        """Return whether each ``(right answer, candidate)`` means the same.
 
-        A job that outlasts the limit has none.  One whose worker dies otherwise gets one more try:
-        it may not have caused it.
+        NaN, None, truth values and empty equal nothing.  Of a right answer in GSM8K's form, what
+        follows ``####`` counts.
 
         Raises:
-            ValueError: if math-verify is not installed.
+            ValueError: if math-verify is needed and not installed.
             RuntimeError: if a process cannot start.
         """
+        decided: list[bool] = []
+        jobs: dict[int, Pairs] = {}
+        for answer, candidate in pairs:
+            text = answer if not isinstance(answer, str) else reference_answer(answer)
+            verdict = _decide(_text(text), _text(candidate))
+            if not isinstance(verdict, bool):
+                jobs[len(decided)] = verdict
+            decided.append(verdict is True)
+        for i, verdict in zip(jobs, self._run(list(jobs.values())), strict=True):
+            decided[i] = verdict
+        return decided
+
+    def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
+        """Return whether each ``(output, right answer)`` ends in that answer."""
+        return self.are_equal(
+            (answer, extract_answer(output) if output else None) for output, answer in pairs
+        )
+
+    def is_correct(self, output: str | None, answer: Answer) -> bool:
+        """Return whether ``output`` ends in the right ``answer``."""
+        return self.are_correct([(output, answer)])[0]
+
+    def close(self) -> None:
+        """End the worker processes; they start again when needed."""
+        with self._lock:
+            if os.getpid() == self._owner:
+                self._stop_all()
+
+    def _run(self, jobs: list[Pairs]) -> list[bool]:
+        """Return whether one ``(right answer, candidate)`` of each job is equal."""
         if not jobs:
             return []
         if os.getpid() != self._owner:  # forked: these processes are the parent's
             for worker in self._workers:
                 worker.forget()
-            self._workers = []
-            self._lock = threading.Lock()
-            self._guard = threading.Lock()
-            self._owner = os.getpid()
+            self._have_none()
         if importlib.util.find_spec("math_verify") is None:
             require("math_verify", "eval")
         with self._lock:
@@ -156,14 +210,8 @@ class WorkerPool:
             finally:
                 executor.shutdown()
 
-    def close(self) -> None:
-        """Kill the processes."""
-        with self._lock:
-            if os.getpid() == self._owner:
-                self._stop_all()
-
     def _compare(self, pairs: Pairs) -> bool:
-        for _ in range(2):
+        for _ in range(2):  # a worker that was killed may not have died of this job
             with self._guard:
                 worker = self._idle_worker()
             verdict = worker.compare(pairs)
@@ -195,79 +243,6 @@ class WorkerPool:
         for worker in list(self._workers):
             worker.stop()
         self._workers = []
-
-
-Answer = str | int | float | None
-_NEVER_EQUAL = {"", "nan", "none", "null"}
-_INTEGER = re.compile(r"[-+]?\d{1,100}")
-
-
-def _text(answer: Answer) -> str:
-    """Return the answer as text; empty for what equals nothing, such as NaN and truth values."""
-    if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
-        return ""
-    if isinstance(answer, float) and not math.isfinite(answer):
-        return ""
-    text = str(answer).strip()
-    if text.lower() in _NEVER_EQUAL or len(text) > MAX_ANSWER_CHARS or "\0" in text:
-        return ""
-    return text
-
-
-def _decide(answer: str, candidate: str) -> bool | Pairs:
-    """Return the verdict where no algebra is needed, else pairs of which one must be equal."""
-    if not answer or not candidate:
-        return False
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(candidate):
-        return int(answer) == int(candidate)
-    if " ".join(answer.split()) == " ".join(candidate.split()):
-        return bool(answer.strip("$. "))
-    return pairs_to_compare(answer, candidate)
-
-
-class Verifier:
-    """Verdicts on batches of answers, by a pool of processes.
-
-    A pair that takes longer than ``timeout`` seconds of CPU time (ten times that of wall time), or
-    that crashes its worker, is not equal.
-    """
-
-    def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
-        self.pool = WorkerPool(num_workers, timeout)
-
-    def are_equal(self, pairs: Iterable[tuple[Answer, Answer]]) -> list[bool]:
-        """Return whether each ``(right answer, candidate)`` means the same.
-
-        NaN, None, truth values and empty equal nothing.  Of a right answer in GSM8K's form, what
-        follows ``####`` counts.
-        """
-        decided: list[bool] = []
-        jobs: list[Pairs] = []
-        waiting: list[int] = []
-        for answer, candidate in pairs:
-            text = answer if not isinstance(answer, str) else reference_answer(answer)
-            verdict = _decide(_text(text), _text(candidate))
-            if not isinstance(verdict, bool):
-                waiting.append(len(decided))
-                jobs.append(verdict)
-            decided.append(verdict is True)
-        for i, verdict in zip(waiting, self.pool.run(jobs), strict=True):
-            decided[i] = verdict
-        return decided
-
-    def are_correct(self, pairs: Iterable[tuple[str | None, Answer]]) -> list[bool]:
-        """Return whether each ``(output, right answer)`` ends in that answer."""
-        return self.are_equal(
-            (answer, extract_answer(output) if output else None) for output, answer in pairs
-        )
-
-    def is_correct(self, output: str | None, answer: Answer) -> bool:
-        """Return whether ``output`` ends in the right ``answer``."""
-        return self.are_correct([(output, answer)])[0]
-
-    def close(self) -> None:
-        """End the worker processes; they start again when needed."""
-        self.pool.close()
 
 
 _DEFAULT = Verifier()  # its workers start when first needed

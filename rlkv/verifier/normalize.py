@@ -18,10 +18,6 @@ def word_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-def _pairs(words: str) -> zip[tuple[str, str]]:
-    return zip(words.split()[::2], words.split()[1::2], strict=True)
-
-
 # --- unicode
 
 # signs of one meaning, and what stands for them
@@ -40,10 +36,10 @@ _SIGNS = {
     "·⋅∗∙": r"\cdot ",
 }
 _COMMANDS = (
-    "× times ≠ ne ≈ approx ∞ infty ± pm … ldots ∪ cup ∩ cap ∅ emptyset ∈ in ∖ setminus ∠ angle "
-    "△ triangle ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil"
+    "×times ≠ne ≈approx ∞infty ±pm …ldots ∪cup ∩cap ∅emptyset ∈in ∖setminus ∠angle △triangle "
+    "⌊lfloor ⌋rfloor ⌈lceil ⌉rceil"
 )
-_TEXTS = "¢ cent € euro £ gbp ¥ yen ₹ rupee"
+_CURRENCIES = "¢cent €euro £gbp ¥yen ₹rupee"
 _TABLE: dict[str, str] = {"√": r"\sqrt", "∛": r"\sqrt[3]"}
 for _sign in "ℝℤℚℕ":
     _TABLE[_sign] = rf"\mathbb{{{unicodedata.normalize('NFKC', _sign)}}}"
@@ -52,10 +48,10 @@ for _letter in "αβγδεζηθικλμνξπρστυφχψω":
     _TABLE[_letter] = f"\\{_name} "
 for _signs, _replacement in _SIGNS.items():
     _TABLE.update(dict.fromkeys(_signs, _replacement))
-for _sign, _name in _pairs(_COMMANDS):
-    _TABLE[_sign] = f"\\{_name} "
-for _sign, _name in _pairs(_TEXTS):
-    _TABLE[_sign] = rf"\text{{{_name}}}"
+for _command in _COMMANDS.split():
+    _TABLE[_command[0]] = f"\\{_command[1:]} "
+for _currency in _CURRENCIES.split():
+    _TABLE[_currency[0]] = rf"\text{{{_currency[1:]}}}"
 _TRANSLATION = str.maketrans(_TABLE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n")
@@ -125,17 +121,16 @@ _DECIMAL = r"(?<![\d.])(?P<whole>\d{0,50})\.(?P<fixed>\d{0,50}?)"
 _PAIR = r"(?=\s*[^\s,\[\]()][^\[\]()]*,)([^\[\]()]*)"
 _COLOUR = r"\\(?:textcolor|color|colorbox)\s*(?:\[\w*\])?\s*\{[^{}]*\}"
 
+_BRACKET_NAMES = {"lt": "<", "gt": ">", "langle": "(", "rangle": ")"}
 _DRESS: list[Rule] = [
     (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
     (r"\\+\s*$", ""),
-    (r"(?<!\\)\\[()\[\]]", " "),
     (r"(?:\bUSD?\s*)?\\\$", r" \\text{dollar} "),
     # groups of digits, then the spaces that are left
     (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\{[.,]\}(?=\d)", "."),
     (r"(?<=\d)\{:\}(?=\d)", ":"),
     (r"\\(?:checkmark|blacksquare|square|qed)(?![A-Za-z])", " "),
-    (r"(?<!\\)\\!", ""),
     (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
     (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
     (r"\\fcolorbox\s*\{[^{}]*\}", r"\\colorbox"),
@@ -149,7 +144,6 @@ _DRESS: list[Rule] = [
     (r"\\end\{(?:[bpB]|small)?(?:matrix|array)\}", r"\\end{pmatrix}"),
     (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
     (rf"\\[dtc]frac{_END}", r"\\frac"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (rf"\\(sqrt|bar|overline)\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\\1\2{\3}"),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
 ]
@@ -157,12 +151,8 @@ _SYMBOLS: list[Rule] = [
     (rf"\\(?:leqslant|leqq|leq){_END}|<=|=<", r"\\le "),
     (rf"\\(?:geqslant|geqq|geq){_END}|>=", r"\\ge "),
     (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
-    (rf"\\lt{_END}", "<"),
-    (rf"\\gt{_END}", ">"),
+    (rf"\\(lt|gt|langle|rangle){_END}", lambda m: _BRACKET_NAMES[m[1]]),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
-    (rf"\\[lr]?vert{_END}", "|"),
-    (r"\\langle", "("),
-    (r"\\rangle", ")"),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
     (rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}", r"\\mathbb{\1\2}"),
     (rf"\\degrees?{_END}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", r"^{\\circ}"),
@@ -194,8 +184,7 @@ _PROGRAM: list[Rule] = [
     (r"\+/-|\+-(?=\d)", r"\\pm "),
 ]
 _NUMBERS: list[Rule] = [
-    (rf"(?<=\d)\s*(?:\^?\s*{_ORDINAL_TEXT}|\^?{_ORDINAL}{_END})", ""),
-    (rf"(?<=\d)\s*\^\s*\{{\s*(?:{_ORDINAL_TEXT}|{_ORDINAL})\s*\}}", ""),
+    (rf"(?<=\d)\s*\^?\s*(\{{\s*)?(?:{_ORDINAL_TEXT}|{_ORDINAL}{_END})(?(1)\s*\}})", ""),
     (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
     (r"_\s*(\d+)", r"_{\1}"),
     (
@@ -227,62 +216,44 @@ _RULES = [
 
 # --- groups in braces
 
-_TOKEN = re.compile(
-    rf"\\(?P<words>{_WORDS})\s*\{{|\\(?P<font>{_FONTS})\s*\{{|"
-    r"(?P<call>\\sqrt(?:\[\w+\])?|\^)\s*\(|"
-    r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+\*?|\\.|[{}()]",
-    re.DOTALL,
+# what stands before a group decides what its braces are
+_GROUP = re.compile(
+    r"([\^_}\]\x02])?(\s*\\[A-Za-z]+\*?)?(\s*)(?<!\\)\{((?:[^{}\\]|\\.)*)\}", re.DOTALL
 )
+_CALL = re.compile(r"(\\sqrt(?:\[\w+\])?|\^)?(\s*)\(([^()]*)\)")
+# control characters stand for brackets that are done with, until all are
+_DONE = str.maketrans("{}", "\x01\x02")
+_BRACKETS = str.maketrans("\x01\x02\x03\x04", "{}()")
 
 
 def _open_groups(text: str) -> str:
     r"""Mark words, drop fonts and needless braces, and write ``\sqrt(3)`` with braces."""
-    out: list[str] = []
-    stack: list[tuple[str, int]] = []  # what was opened, and where in ``out`` its content starts
-    done = 0
-    for match in _TOKEN.finditer(text):
-        out.append(text[done : match.start()])
-        done = match.end()
-        token = match[0]
-        kind = match.lastgroup or token
-        if kind == "call":
-            out.append(match["call"])
-        if kind == "{" and re.search(r"(?:\\[A-Za-z]+\*?|[\^_}\]])\s*$", "".join(out[-3:])):
-            kind = "argument"
-        if kind in ("words", "font", "call", "argument", "{"):
-            stack.append((kind, len(out)))
-        elif token == "(":
-            stack.append((token, len(out)))
-            out.append(token)
-        elif token == ")" and stack and stack[-1][0] in ("(", "call"):
-            kind, start = stack.pop()
-            if kind == "call":
-                _close(out, "argument", start)
-            else:
-                out.append(token)
-        elif token == "}" and any(kind != "(" for kind, _ in stack):
-            while stack[-1][0] == "(":  # of a half-open interval
-                stack.pop()
-            _close(out, *stack.pop())
-        else:
-            out.append(token)
-    return "".join(out) + text[done:]
+    while match := _GROUP.search(text):
+        text = text[: match.start()] + _opened(*match.groups("")) + text[match.end() :]
+    while match := _CALL.search(text):
+        call, space, content = match.groups("")
+        group = f"{call}\x01{content}\x02" if call else f"{space}\x03{content}\x04"
+        text = text[: match.start()] + group + text[match.end() :]
+    return text.translate(_BRACKETS)
 
 
-def _close(out: list[str], kind: str, start: int) -> None:
-    """Write the group that starts at ``out[start]`` as its ``kind`` asks."""
-    content = "".join(out[start:])
-    del out[start:]
-    if kind == "words":
+def _opened(sign: str, command: str, space: str, content: str) -> str:
+    """Return the group in the form that ``sign`` and ``command`` before it ask for."""
+    name = command.strip().removeprefix("\\")
+    if re.fullmatch(_WORDS, name):
         if not content.startswith("\\"):
-            content = f" {mark_words(content, every=True)}"
-    elif kind == "argument" or (kind == "font" and out and out[-1].rstrip()[-1:] in ("^", "_")):
-        content = f"{{{content}}}"
-    elif kind == "{" and re.search("[,|:]", re.sub(r"[(\[][^()\[\]]*[)\]]", "", content)):
+            content = f" {mark_words(content.translate(_BRACKETS), every=True)}"
+        return sign + content.translate(_DONE)
+    if re.fullmatch(_FONTS, name) and sign not in ("^", "_"):
+        return sign + content
+    if sign or command:
+        command = "" if re.fullmatch(_FONTS, name) else command
+        return f"{sign}{command}{space}\x01{content}\x02"
+    if re.search("[,|:]", re.sub(r"[(\[][^()\[\]]*[)\]]", "", content)):
         content = rf"\{{{content}\}}"
-    elif kind == "{" and re.search("^[^=]+[-+][^=]*$", content):
+    elif re.search("^[^=]+[-+][^=]*$", content):
         content = f"({content})"
-    out.append(content)
+    return space + content
 
 
 # --- words

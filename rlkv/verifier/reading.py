@@ -35,7 +35,6 @@ _SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 1
 _FRACTIONS = "half third fourth fifth sixth seventh eighth ninth tenth"
 _PARTS = {word: i for i, word in enumerate(_FRACTIONS.split(), start=2)}
 _PARTS |= {"quarter": 4, "hundredth": 100, "thousandth": 1000}
-_POWERS = {"squared": "^{2}", "cubed": "^{3}"}
 
 
 def _latex(number: Fraction) -> str:
@@ -46,16 +45,14 @@ def _latex(number: Fraction) -> str:
 
 def _number(words: list[str]) -> tuple[Fraction | None, int]:
     """Return the number that ``words`` begin with, and how many of them say it."""
-    total = Fraction(0)
+    total = Fraction(0)  # of the thousands and millions before
     current: Fraction | None = None
-    used = 0
-    while used < len(words):
-        word = words[used]
+    for used, word in enumerate(words):
         following = [*words[used + 1 : used + 3], "", ""]
         if word in _NUMBERS:
             small = _NUMBERS[word]
             if current is not None and current % 100 and (current % 10 or small > 9):
-                break
+                return total + current, used
             current = (current or 0) + Fraction(small)
         elif word in _SCALES and (current is not None or not used):
             current = (1 if current is None else current) * Fraction(_SCALES[word])
@@ -69,17 +66,13 @@ def _number(words: list[str]) -> tuple[Fraction | None, int]:
             return part, used + 1
         elif word == "an" and current is None and following[0] in (*_SCALES, *_PARTS):
             current = Fraction(1)
-        elif (
-            word == "and"
-            and current is not None
-            and following[0] in ("an", "one")
-            and following[1] in _PARTS
-        ):
+        elif word != "and" or current is None:
+            return (None if current is None else total + current), used
+        elif following[0] in ("an", "one") and following[1] in _PARTS:  # and a half
             return total + current + Fraction(1, _PARTS[following[1]]), used + 3
-        elif word != "and" or current is None or current % 100 or following[0] not in _NUMBERS:
-            break
-        used += 1
-    return (None if current is None else total + current), used
+        elif current % 100 or following[0] not in _NUMBERS:
+            return total + current, used
+    return (None if current is None else total + current), len(words)
 
 
 def _with_digits(match: re.Match[str]) -> str:
@@ -87,21 +80,16 @@ def _with_digits(match: re.Match[str]) -> str:
     words = re.findall(_WORD, match[0])
     out = []
     if match.string[: match.start()].rstrip()[-1:] in tuple("0123456789}"):
-        while words and words[0] in (*_SCALES, *_PARTS, *_POWERS):  # 4 million, 3 quarters
+        while words and words[0] in (*_SCALES, *_PARTS):  # 4 million, 3 quarters
             word = words.pop(0)
-            if word in _POWERS:
-                out.append(_POWERS[word])
-            else:
-                out.append(rf"\cdot {_latex(Fraction(_SCALES.get(word, 1), _PARTS.get(word, 1)))}")
+            out.append(rf"\cdot {_latex(Fraction(_SCALES.get(word, 1), _PARTS.get(word, 1)))}")
     while words:
         number, used = _number(words)
-        if number is not None:
-            del words[:used]
+        if number is None:
+            out.append(rf"\text{{{words.pop(0)}}}")
+        else:
             out.append(_latex(number))
-            continue
-        word = words.pop(0)
-        is_sign = word in ("minus", "negative") and words and words[0] in _NUMBERS
-        out.append("-" if is_sign else rf"\text{{{word}}}")
+            del words[:used]
     return f" {' '.join(out)} "
 
 
@@ -129,13 +117,12 @@ for _unit in word_set("euro gbp yen rupee % degree F C radian gallon acre mile/h
     _UNITS[_unit] = (_unit, Fraction(1))
 _LETTER_UNITS = {"s": "second", "h": "hour", "l": "litre", "L": "litre"}
 # parts of a value: the right answer's must be in the candidate
-_KEPT = word_set("am pm east west north south up down")
+_KEPT = {"am", "pm", "east", "west", "north", "south", "up", "down"}
 # a number with one of these words is another number, or none
 _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
     "almost minus plus squared cubed factorial twice double if when from at per"
-)
-_ANOTHER |= {*_SCALES, *_PARTS, *_NUMBERS}
+).union(_SCALES, _PARTS, _NUMBERS)
 _FILLING = word_set("a an the of in total unit there is are it answer exist exactly only just all")
 _LEADING = word_set("option choice answer exactly only just a total of the or")
 _TRIGONOMETRY = r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)"

@@ -61,14 +61,6 @@ class Comparison:
         )
         self.parsed = lru_cache(maxsize=64)(self._parse)
 
-    def _parse(self, text: str) -> Any:
-        """Decimals are exact, ``i`` is imaginary, other letters are real."""
-        conditions = self._conditions(text)
-        if conditions is not None:
-            return conditions
-        found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
-        return self._exact(found)
-
     def _exact(self, found: Any) -> Any:
         sympy = self.sympy
         # latex2sympy's own kind of set keeps the order
@@ -79,13 +71,15 @@ class Comparison:
             new[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
         return found.xreplace(new) if new else found
 
-    def _conditions(self, text: str) -> Any:
-        r"""Return inequalities joined by ``\text{or}``, ``\text{and}`` or commas as one set.
+    def _value(self, text: str) -> Any:
+        """Decimals are exact, ``i`` is imaginary, other letters are real."""
+        found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
+        return self._exact(found)
 
-        None if there are none.
-        """
+    def _parse(self, text: str) -> Any:
+        r"""Read a value, or conditions joined by ``\text{or}``, ``\text{and}`` or commas."""
         if not re.search(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]", text):
-            return None
+            return self._value(text)
         words = set(re.findall(r"\\text\{(and|or)\}", text))
         parts = re.split(r",?\s*\\text\{(?:and|or)\}\s*|,", text)
         if len(words) > 1 or (words and "," in text):
@@ -105,7 +99,7 @@ class Comparison:
     def _solved(self, text: str) -> Any:
         """Return the set of a condition like ``1 < x <= 2``, one that is not solved as it is."""
         sympy = self.sympy
-        found = self._exact(self.latex2sympy(text, is_real=True, normalization_config=self.options))
+        found = self._value(text)
         is_condition = isinstance(found, (sympy.And, sympy.core.relational.Relational))
         if not is_condition or len(found.free_symbols) != 1:
             return found
@@ -137,12 +131,8 @@ class Comparison:
             return self._same_elements(gold.args, written if ordered else found.args, ordered)
         if all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (gold, found)):
             return self._same_number(gold, found)
-        options = {
-            "float_rounding": DIGITS,
-            "numeric_precision": DIGITS,
-            "allow_set_relation_comp": True,
-        }
-        return bool(self.verify(gold, found, timeout_seconds=None, **options))
+        limits = {"float_rounding": DIGITS, "numeric_precision": DIGITS, "timeout_seconds": None}
+        return bool(self.verify(gold, found, allow_set_relation_comp=True, **limits))
 
     def _same_elements(self, gold: Any, found: Any, ordered: bool) -> bool:
         if len(gold) != len(found) or len(gold) > MAX_ELEMENTS:

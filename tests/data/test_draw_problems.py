@@ -28,23 +28,18 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_test_set_of_the_tiny_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "new" / "problems.jsonl"
     assert draw(monkeypatch, output, "--num-problems", "7", "--steps", "3-5", "--seed", "11") == 0
     assert read(output) == problems(7, 11, 3, 5)
-    assert [(p.problem, p.answer) for p in load_problems(str(output))] == [
-        tuple(p.values()) for p in read(output)
-    ]
-
-
-def test_a_test_set_of_smol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "problems.jsonl"
+    loaded = [{"problem": p.problem, "answer": p.answer} for p in load_problems(str(output))]
+    assert loaded == read(output)
     options = ["--model", "smol", "--num-problems", "5", "--steps", "4-10", "--seed", "2"]
-    assert draw(monkeypatch, output, *options) == 0
-    assert read(output) == smol_problems(5, 2, 4, 10)
     before = output.read_bytes()
-    assert draw(monkeypatch, output, *options, "--held-out-names") == 2
+    assert draw(monkeypatch, output, *options) == 2
     assert output.read_bytes() == before
+    assert draw(monkeypatch, output, *options, "--overwrite") == 0
+    assert read(output) == smol_problems(5, 2, 4, 10)
     assert draw(monkeypatch, output, *options, "--held-out-names", "--overwrite") == 0
     assert read(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
 
@@ -65,15 +60,10 @@ def test_a_draw_from_the_pool_of_the_filter(
     assert len({row["problem"] for row in found}) == 5
     assert all(row in pool for row in found)
     assert found != pool[:5]
-
-
-def test_problems_without_an_answer_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]
+    rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]  # one has no answer
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert draw(monkeypatch, tmp_path / "out.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
-    assert read(tmp_path / "out.jsonl") == [{"problem": "q", "answer": "2"}]
+    assert draw(monkeypatch, tmp_path / "c.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
+    assert read(tmp_path / "c.jsonl") == [{"problem": "q", "answer": "2"}]
 
 
 @pytest.mark.parametrize(

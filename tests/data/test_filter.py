@@ -17,7 +17,7 @@ import torch
 
 from rlkv.cli.app import CONFIGS, parse
 from rlkv.data import filter as filter_job
-from rlkv.data.curriculum import curriculum_folder
+from rlkv.data.curriculum import COLUMNS, CURRICULUM, curriculum_folder
 from rlkv.data.filter import FilterConfig, parse_shard, run_filter, sized_and_announced
 from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
@@ -30,7 +30,6 @@ from tests.helpers.paths import ROOT
 
 PROGRAM = ROOT / "data_prep" / "filter_deepscaler.py"
 BUCKETS = ("0-64:4", "64-128:50")
-FILES = ("curriculum.jsonl", "curriculum.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_shards_merge_to_the_same_files(
     lines = [line for path in tmp_path.glob("shards/*.jsonl") for line in path.open()]
     assert len([line for line in lines if line.endswith("}\n")]) == 40  # nothing was done twice
     folder, report = whole
-    for name in FILES:
+    for name in CURRICULUM:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     volatile = {"config", "seconds", "finished", "command"}
     assert all(merged[name] == report[name] for name in report.keys() - volatile)
@@ -166,7 +165,7 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     assert report["truncated"] + report["unparsable"] + report["wrong"] == 3
     assert report["notes"][0].startswith("None of the 5 problems was solved: the curriculum is")
     table = pyarrow.parquet.read_table(tmp_path / "out" / "curriculum.parquet")
-    assert (table.num_rows, tuple(table.column_names)) == (0, filter_job.COLUMNS)
+    assert (table.num_rows, tuple(table.column_names)) == (0, COLUMNS)
 
 
 @pytest.mark.parametrize(("mark", "solved"), [("#### ", 3), ("Answer 3*24, that is ", 0)])
@@ -254,11 +253,9 @@ def test_impossible_settings_are_named(options: list[str], message: str) -> None
 
 def test_processes_divide_a_shard() -> None:
     assert parse_shard("3/4") == (3, 4)
-    parts = []
-    for shard in range(2):
-        for rank in range(3):
-            parts.append(FilterConfig(shard=f"{shard}/2").of_process(rank, 3).shard)
-    assert parts == ["0/6", "2/6", "4/6", "1/6", "3/6", "5/6"]
+    for shard, parts in (("0/2", ["0/6", "2/6", "4/6"]), ("1/2", ["1/6", "3/6", "5/6"])):
+        config = FilterConfig(shard=shard)
+        assert [config.of_process(rank, 3).shard for rank in range(3)] == parts
 
 
 # --- engines
@@ -293,7 +290,9 @@ def test_the_engine_is_what_is_installed(
     assert "assumed" in line
 
 
-def test_rows_and_memory_fit_the_gpu(has_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_memory_fit_the_gpu(
+    has_vllm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = sized(monkeypatch, 80)
     assert config.kv_gib == (pytest.approx(72 - 15 - 6, abs=0.1) if has_vllm else 4)
     # rows of half a GiB on average; of 1 GiB, and a copy
@@ -301,17 +300,12 @@ def test_rows_and_memory_fit_the_gpu(has_vllm: bool, monkeypatch: pytest.MonkeyP
     given = sized(monkeypatch, 80, batch_size=3, kv_gib=2)
     assert (given.batch_size, given.kv_gib) == (3, 2)
     assert sized(monkeypatch, None, device="cpu").batch_size == 16
-
-
-def test_a_small_gpu_decodes_with_transformers_or_says_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretend_vllm(monkeypatch, CPU_BUILD)
-    config = sized(monkeypatch, 16)
-    assert (config.engine, config.batch_size) == ("hf", 1)
-    assert "7.6 GiB" in capsys.readouterr().out  # a row of 1 GiB, and 6.6 too little
-    with pytest.raises(ValueError, match=r"7\.6 GiB.*--engine hf"):
-        sized(monkeypatch, 16, engine="vllm")
+    small = sized(monkeypatch, 16)
+    assert (small.engine, small.batch_size) == ("hf", 1)
+    if has_vllm:
+        assert "7.6 GiB" in capsys.readouterr().out  # a row of 1 GiB, and 6.6 too little
+        with pytest.raises(ValueError, match=r"7\.6 GiB.*--engine hf"):
+            sized(monkeypatch, 16, engine="vllm")
 
 
 def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +359,7 @@ def test_the_filter_writes_where_the_training_looks(tmp_path: Path) -> None:
         assert FilterConfig(model=model).resolved().output_dir == str(curriculum_folder(model))
         assert f"curriculum: {curriculum_folder(model)}/curriculum.parquet" in config
     run_filter(FilterConfig(model="tiny", num_problems=4, output_dir=str(tmp_path)))
-    for name in FILES:
+    for name in CURRICULUM:
         assert other_models(tmp_path / name, "tiny") == []
         if read_curriculum(tmp_path / name):
             assert other_models(tmp_path / name, "smol") == ["tiny"]

@@ -78,7 +78,7 @@ def test_batches_keep_their_order(verifier: Verifier) -> None:
         for i in range(60)
     ]
     assert verifier.are_correct(pairs) == [i % 3 != 0 for i in range(60)]
-    assert len(verifier.pool._workers) == 2
+    assert len(verifier._workers) == 2
 
 
 def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:

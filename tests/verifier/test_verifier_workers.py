@@ -73,12 +73,12 @@ def test_adversarial_text_is_not_equal_within_the_limit(
 
 def test_the_limit_is_cpu_time(hasty_verifier: Verifier) -> None:
     assert hasty_verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-    pids = [w.process.pid for w in hasty_verifier.pool._workers]
+    pids = [w.process.pid for w in hasty_verifier._workers]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # a machine so busy that the worker gets no time
 
     def go_on() -> None:
-        time.sleep(2 * hasty_verifier.pool.timeout)
+        time.sleep(2 * hasty_verifier.timeout)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
@@ -91,7 +91,7 @@ def test_the_limit_is_cpu_time(hasty_verifier: Verifier) -> None:
 def test_a_worker_that_never_answers_is_killed() -> None:
     with closing(Verifier(num_workers=1, timeout=0.2)) as quick:
         assert quick.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-        worker = quick.pool._workers[0].process
+        worker = quick._workers[0].process
         os.kill(worker.pid, signal.SIGSTOP)
         assert quick.are_equal([(r"\frac{3}{6}", "0.5")]) == [False]
         assert worker.poll() is not None
@@ -106,13 +106,13 @@ def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
     def kill_at_work() -> None:
         for _ in range(2):
             time.sleep(0.5)
-            busy = [w.process.pid for w in verifier.pool._workers if w.busy and w.is_ready]
+            busy = [w.process.pid for w in verifier._workers if w.busy and w.is_ready]
             for pid in busy:
                 os.kill(pid, signal.SIGKILL)
             killed.extend(busy)
 
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-    for worker in verifier.pool._workers:
+    for worker in verifier._workers:
         os.kill(worker.process.pid, signal.SIGKILL)  # idle: others take its place
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")] * 3) == [True] * 3
     killer = threading.Thread(target=kill_at_work)
@@ -124,17 +124,17 @@ def test_a_worker_killed_at_work_costs_no_verdict_and_no_endless_retries(
 
 def test_fork_gets_its_own_workers(verifier: Verifier) -> None:
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-    pids = {w.process.pid for w in verifier.pool._workers}
+    pids = {w.process.pid for w in verifier._workers}
     child = os.fork()
     if child == 0:
         pairs = [(r"\frac{3}{6}", "0.5"), (r"\frac{3}{6}", "0.7")]
         right = verifier.are_equal(pairs) == [True, False]
-        others = {w.process.pid for w in verifier.pool._workers}
+        others = {w.process.pid for w in verifier._workers}
         verifier.close()
         os._exit(0 if right and not others & pids else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert verifier.are_equal([(r"\frac{2}{4}", "0.5")]) == [True]
-    assert {w.process.pid for w in verifier.pool._workers} == pids
+    assert {w.process.pid for w in verifier._workers} == pids
 
 
 def test_threads_do_not_mix_up_replies(verifier: Verifier) -> None:
@@ -169,7 +169,7 @@ def test_workers_die_with_a_killed_parent(busy: bool) -> None:
         "from rlkv.verifier import Verifier\n"
         "v = Verifier(num_workers=1, timeout=2.0)\n"
         "v.are_equal([('1/2', '0.5')])\n"
-        "print(v.pool._workers[0].process.pid, flush=True)\n"
+        "print(v._workers[0].process.pid, flush=True)\n"
         + ("v.are_equal([('7', r'((99999999!)!)!')])\n" if busy else "")
         + "import time; time.sleep(120)\n"
     )
