@@ -4,8 +4,7 @@ Every option says in its metadata what is done with it, so that no list of names
 
 - ``help`` and ``group``: what ``--help`` shows, and under which heading;
 - ``resume``: whether a continued run may have another value; None: runs do not note the option;
-- ``publish``: whether a gates file says it of its training; files of this machine are left out;
-- ``finders``: the finders of ``rlkv-train`` that read it.
+- ``publish``: whether a gates file says it of its training; files of this machine are left out.
 """
 
 from __future__ import annotations
@@ -36,26 +35,16 @@ DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 
 
 def option(default: Any, text: str, group: str, noted: tuple[bool | None, bool] = METHOD) -> Any:
-    """Declare a field with the metadata that the module describes.
-
-    The groups gates, rollouts, steps and logs are those of GRPO.
-    """
+    """Declare a field with the metadata that the module describes."""
     resume, publish = noted
-    finders = {"elimination"} if group == "elimination" else {"rlkv"}
-    if group in ("finder", "run", "model"):
-        finders = {"rlkv", "elimination"}
     metadata = {"help": text, "group": group, "resume": resume, "publish": publish}
-    return field(default=default, metadata={**metadata, "finders": finders})
+    return field(default=default, metadata=metadata)
 
 
 def option_names(*kinds: Any, **wanted: Any) -> set[str]:
     """Return the names of the options whose metadata has all ``wanted`` values."""
-    found = set()
-    for kind in kinds:
-        for of in fields(kind):
-            if "group" in of.metadata and wanted.items() <= of.metadata.items():
-                found.add(of.name)
-    return found
+    found = [of for kind in kinds for of in fields(kind) if "group" in of.metadata]
+    return {of.name for of in found if wanted.items() <= of.metadata.items()}
 
 
 def check_least(settings: Any, least: float, *names: str) -> None:

@@ -58,7 +58,14 @@ from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_
 from rlkv.models.prompts import render_prompt
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
-from rlkv.training.run_folder import LOG, RunFolder, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.run_folder import (
+    LOG,
+    RunFolder,
+    RunLog,
+    load_tensors,
+    new_checkpoint,
+    save_tensors,
+)
 from rlkv.utils.files import TEXT_SIZE, curve_figure, read_log, save_figure
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest
@@ -158,7 +165,7 @@ def distill(
             gated.train()
         if run.checkpoint is not None:
             distiller.load(load_tensors(run.checkpoint / STATE))
-        callbacks = [*run.loggers(make_gates), StopOnTermination()]
+        callbacks = [RunLog(run, make_gates), StopOnTermination()]
         run.write_config()
         train(distiller, draw, run.path, callbacks)
         gates = make_gates()

@@ -23,7 +23,8 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import build_messages
 from rlkv.training import callbacks
-from rlkv.training.callbacks import StopWhenStable, hold_out
+from rlkv.training.callbacks import StopWhenStable
+from rlkv.training.grpo import hold_out
 from rlkv.training.run_folder import last_checkpoint
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log

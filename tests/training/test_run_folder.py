@@ -217,7 +217,8 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "gates_matrix", lambda model: torch.ones(1, 2))
-    log = RunLog(tmp_path, make_gates=lambda: pytest.fail("no plot is due"))
+    run = folder_of(tmp_path)
+    log = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
     rewards = [0.8] * 6 + [0.1] * 8
     log.on_train_begin(None, None, None)
     for step, reward in enumerate(rewards, start=1):
@@ -228,7 +229,7 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     append_record(tmp_path / "log.jsonl", 15, {"gates/mean": 1.0})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 16, "val')  # torn by a kill
-    again = RunLog(tmp_path, make_gates=lambda: pytest.fail("no plot is due"))
+    again = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
     again.on_train_begin(None, SimpleNamespace(global_step=14), None)
     for name in ("log.jsonl", "gates.jsonl"):
         assert [row["step"] for row in read_log(tmp_path / name)] == list(range(1, 15))
