@@ -1,8 +1,8 @@
 """What a model takes: which rows fit the GPU, and about how long a job takes, before it begins.
 
-The rates and reserves in capitals are assumptions for planning, not measurements; a job shows its
-measured pace as soon as it has one.  Units: bytes, seconds, tokens; a row is a text that is being
-decoded.
+The rates and reserves in capitals are assumptions for planning, unless a comment says what they
+were measured on; a job shows its measured pace as soon as it has one.  Units: bytes, seconds,
+tokens; a row is a text that is being decoded.
 """
 
 from __future__ import annotations

@@ -80,14 +80,16 @@ def train_gates(
     def make_gates() -> HeadGates:
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
 
+    logs: list[TrainerCallback] = []
+    if main:
+        log = RunLog(run, make_gates, lambda: trainer.samples, settings.sample_steps)
+        logs = [log, StepLine()]
     every = list(callbacks or [])
     if settings.target_sparsity and settings.stable_steps:
         every.append(StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps))
     if held_out is not None:
         every.append(HeldOut(held_out, settings, make_gates, lambda: trainer))
-    if main:
-        log = RunLog(run, make_gates, lambda: trainer.samples, settings.sample_steps)
-        every += [log, StepLine()]
+    every += logs  # last: the others add figures to the record
     if model is None or tokenizer is None:
         dtype = dtype_name(settings.dtype, args.device)
         load_as(dtype)

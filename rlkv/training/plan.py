@@ -1,7 +1,7 @@
 """What a training takes, said before anything is loaded: engine, sizes that fit, memory and time.
 
-Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints
-what it took.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`) that measurements of other
+machines bear out; every step of a run prints what it took.
 """
 
 from __future__ import annotations

@@ -197,12 +197,9 @@ def _mean(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 def _best_reward(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
     """Return the best mean reward before the last ``SPAN`` steps, and where its span ends."""
-    best = (0.0, SPAN)
-    for end in range(SPAN, len(records) - SPAN + 1):
-        mean = _mean(records[end - SPAN : end], "reward/mean")
-        if mean is not None:
-            best = max(best, (mean, end))
-    return best
+    ends = range(SPAN, len(records) - SPAN + 1)
+    means = [(_mean(records[end - SPAN : end], "reward/mean") or 0.0, end) for end in ends]
+    return max(means, default=(0.0, SPAN))
 
 
 # --- logs
@@ -380,14 +377,14 @@ SECTIONS = {
 AGAINST_SPARSITY = ("reward/mean", "gates/below_0.5", "held_out/accuracy", "teacher/right")
 
 
+@dataclass
 class WandbLog:
     """A run in Weights & Biases; without a login it works offline and says so."""
 
-    def __init__(self, settings: RunSettings, config: dict[str, Any], folder: Path) -> None:
-        self.settings = settings
-        self.config = config
-        self.folder = folder
-        self.run: Any = None
+    settings: RunSettings
+    config: dict[str, Any]
+    folder: Path
+    run: Any = None
 
     def start(self, name: str | None) -> None:
         """Start the run, or continue that of an earlier attempt."""
@@ -454,17 +451,17 @@ def _against_sparsity(records: Sequence[dict[str, Any]]) -> Any:
     """Return several curves on one chart, which W&B draws of a table only."""
     import wandb
 
-    curves: dict[str, tuple[list[float], list[float]]] = {}
+    steps: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
-            if name.partition("_at_")[0] in AGAINST_SPARSITY or name in AGAINST_SPARSITY:
-                steps, values = curves.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(value)
+            if name.partition("_at_")[0] in AGAINST_SPARSITY:
+                steps.setdefault(name, []).append(record["step"])
+                values.setdefault(name, []).append(value)
     return wandb.plot.line_series(
-        [steps for steps, _ in curves.values()],
-        [values for _, values in curves.values()],
-        keys=list(curves),
+        list(steps.values()),
+        list(values.values()),
+        keys=list(steps),
         title="Reward against sparsity",
         xname="optimizer step",
     )

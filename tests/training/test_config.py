@@ -191,18 +191,20 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
+    def draw() -> tuple[Dataset, int]:
+        _, found = load_curriculum(settings, training)
+        return found, max(prompt[0]["content"].count(" = ") for prompt in found["prompt"])
+
     settings, training = read("--config", "tiny", "--seed", "5")
-    _, found = load_curriculum(settings, training)
+    found, longest = draw()
     line = capsys.readouterr().out
     assert "200 problems of the built-in task" in line
     assert "seed 5" in line
     assert len(found) == 200
-    assert found[0] == load_curriculum(settings, training)[1][0]
-    longest = max(prompt[0]["content"].count(" = ") for prompt in found["prompt"])
+    assert found[0] == draw()[0][0]
     assert longest_solution(longest + 2) <= training.max_completion_length
     training.max_completion_length = longest_solution(4)
-    prompts = load_curriculum(settings, training)[1]["prompt"]
-    assert max(prompt[0]["content"].count(" = ") for prompt in prompts) == 2
+    assert draw()[1] == 2
 
 
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
