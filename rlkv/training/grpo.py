@@ -66,7 +66,6 @@ def train_gates(
     main = args.process_index == 0
     settings = settings.with_curriculum()
     rows, curriculum = load_curriculum(settings, args)
-    taught, held_out = hold_out(curriculum, settings.held_out, args)
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
         plan = make_plan(settings, args, machine, rows)
@@ -74,6 +73,7 @@ def train_gates(
     if main:
         print(plan.line(), flush=True)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
+    taught, held_out = hold_out(curriculum, settings.held_out, args)
     config = run_config(settings, args, taught, start)
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
 
@@ -95,10 +95,10 @@ def train_gates(
         load_as(dtype)
         # the trainer moves it
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
-    if settings.liger_kernels:
-        apply_liger(model, args.device)
     if start is not None:
         start.check_model(model.config)
+    if settings.liger_kernels:
+        apply_liger(model, args.device)
     with open_engine(settings, args, curriculum, tokenizer) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
