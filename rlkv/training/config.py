@@ -139,6 +139,17 @@ class RunSettings:
         return replace(self, template=template)
 
 
+# options that elimination refuses, and why
+_GRPO_ALONE = {
+    "init_gates": (
+        "is where GRPO starts, but --finder elimination starts from none: leave one of them out, "
+        "or re-rank gates with inference/rerank_heads.py"
+    ),
+    "plan": ("is for GRPO: --finder elimination shows its bound as it runs, leave one of them out"),
+    "held_out": "is measured while GRPO trains: leave --finder elimination out",
+}
+
+
 @dataclass
 class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts of ``rlkv-train``."""
@@ -216,8 +227,9 @@ class RLKVSettings(RunSettings):
                 f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got "
                 f"{self.elimination_distillation}"
             )
-        if self.finder == "elimination":
-            self._check_elimination()
+        for name, why in _GRPO_ALONE.items():
+            if self.finder == "elimination" and getattr(self, name) not in (None, False, 0):
+                raise ValueError(f"{name} {why}")
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"
@@ -234,22 +246,6 @@ class RLKVSettings(RunSettings):
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
-
-    def _check_elimination(self) -> None:
-        if self.init_gates is not None:
-            raise ValueError(
-                "init_gates is where GRPO starts, but --finder elimination starts from none: leave "
-                "one of them out, or re-rank gates with inference/rerank_heads.py"
-            )
-        if self.plan:
-            raise ValueError(
-                "plan is for GRPO: --finder elimination shows its bound as it runs, leave one of "
-                "them out"
-            )
-        if self.held_out:
-            raise ValueError(
-                "held_out is measured while GRPO trains: leave --finder elimination out"
-            )
 
     @property
     def servers(self) -> list[str]:

@@ -243,9 +243,8 @@ class Plan:
         return text
 
     def time(self) -> str:
-        """Say how long a step takes, and what that rests on; empty where nothing is assumed."""
-        if self.rates is None:
-            return ""
+        """Say how long a step takes, and what that rests on, where rates are assumed."""
+        assert self.rates is not None
         rollout, update = self.rates
         step = sum(self.seconds)
         total = "" if self.steps is None else f" and {rough(self.steps * step)} in all"
@@ -259,8 +258,9 @@ class Plan:
     def line(self) -> str:
         """Return what a run prints before it begins."""
         line = f"rollouts through {self.engine()}"
-        time = self.time()
-        return f"{line}: {time}; every step prints the measured time that is left" if time else line
+        if self.rates is None:
+            return line
+        return f"{line}: {self.time()}; every step prints the measured time that is left"
 
 
 def make_plan(
