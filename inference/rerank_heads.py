@@ -68,8 +68,8 @@ class RerankConfig(ModelOptions):
 
 def main() -> None:
     config = parse(RerankConfig, __doc__)
-    from rlkv.training.distillation import read_traces
-    from rlkv.training.elimination import draw_traces, rerank_on_traces
+    from rlkv.training.elimination import rerank_on_traces
+    from rlkv.training.solutions import draw_traces, read_traces
 
     found = HeadGates.load(config.gates)
     if config.model:

@@ -90,8 +90,8 @@ serving: vllm bench throughput with the stock engine and with the plugin at seve
 turns, with the same requests and bytes of KV pool.  With --eviction each sparsity is also run with
 that policy in the compressible heads.  Writes serving.json, .md and .png.
 
-check: three parts of under ten minutes on an H100, with the kernels, attention, cache, eviction, a
-gate update, a rollout and decoding.  On a CPU the same runs at small sizes.  Writes part1.json,
+check: three parts of under three minutes on an H100: kernels, cache, eviction; attention; a gate
+update, a rollout and decoding.  On a CPU the same runs at small sizes.  Writes part1.json,
 part2.json and part3.json, with hardware, versions, every figure and outcome.  Exit code 1 if a test
 fails.
 """
@@ -99,7 +99,7 @@ fails.
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """What breaks first on a GPU, in three parts of under ten minutes on an H100.
+    """What breaks first on a GPU, in three parts of under three minutes on an H100.
 
     rlkv-bench check --part 1    # SDPA backends, kernels, cache and eviction
     rlkv-bench check --part 2    # mixed and local attention (FlexAttention)

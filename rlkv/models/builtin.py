@@ -105,26 +105,28 @@ def built_in_folder(model: str) -> Path:
         return TINY_FOLDER
     # weights from the hub are not those that the package rounds to 4 bits
     source = "gguf" if _gguf_folder() is not None else "hub"
+    about = f"the model {model}"
     if model == SMOLLM2:
-        return _made_once(SMOLLM2, source, _write_smollm2)
+        return made_once(f"{SMOLLM2}-{source}", about, _write_smollm2)
     weights = (SMOL_ADAPTER / "adapter_model.safetensors").read_bytes()
-    return _made_once(SMOL, f"{source}-{hashlib.sha256(weights).hexdigest()[:12]}", _write_smol)
+    version = hashlib.sha256(weights).hexdigest()[:12]
+    return made_once(f"{SMOL}-{source}-{version}", about, _write_smol)
 
 
-def _made_once(model: str, version: str, write: Callable[[Path], None]) -> Path:
-    """Make the folder of a model, one process at a time, and never leave it half made."""
+def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:
+    """Make a model folder in the cache, one process at a time, and never leave it half made."""
     from filelock import FileLock
 
     cache = Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
-    folder = cache / f"{model}-{version}"
+    folder = cache / name
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{model}.lock"):
+    with FileLock(cache / f"{name.partition('-')[0]}.lock"):
         if not folder.is_dir():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            note = f"preparing the model {model} in {folder} (once, about a minute)"
+            note = f"preparing {about} in {folder} (once, a minute or more)"
             print(note, file=sys.stderr, flush=True)
             write(partial)
             partial.rename(folder)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlkv.models.builtin import BUILT_IN, built_in_folder, connection_error
+from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
 
 if TYPE_CHECKING:
@@ -85,8 +86,14 @@ def dtype_name(dtype: str, device: torch.device) -> str:
 
 
 def model_source(model: str) -> str:
-    """Return what ``from_pretrained`` takes: a built-in model's folder, else the name itself."""
-    return str(built_in_folder(model)) if model in BUILT_IN else model
+    """Return what ``from_pretrained`` takes: the folder of a built-in model or of a GGUF file.
+
+    Everything else is the name itself.
+    """
+    if model in BUILT_IN:
+        return str(built_in_folder(model))
+    file = find_gguf(model)
+    return model if file is None else str(gguf_folder(file))
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -104,7 +111,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_model(
     model: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a built-in name (``tiny``, ``smol``, ``smollm2``), a folder or a hub id.
+    """Load a built-in name (``tiny``, ``smol``, ``smollm2``), a folder, GGUF file or hub id.
 
     No code from a repository is run (``trust_remote_code`` is never set).  On a machine without GPU
     the process keeps the memory of freed tensors from then on.
@@ -131,7 +138,7 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
-    if model in BUILT_IN:
+    if source != model:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
     return loaded.to(target).eval(), tokenizer
 

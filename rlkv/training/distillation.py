@@ -15,47 +15,40 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    Cache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
-from transformers.cache_utils import DynamicLayer
 
 from rlkv.attention.head_gate import (
     HeadGateConfig,
-    full_attention_modules,
     gate_parameters,
     gate_shares,
     gates_matrix,
 )
-from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import (
     MarkedText,
     TextRecall,
-    encode,
     knows_bindings,
     read_haystack,
     recall_sample,
 )
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
-from rlkv.models.prompts import render_prompt
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
 from rlkv.training.run_folder import (
@@ -66,6 +59,14 @@ from rlkv.training.run_folder import (
     new_checkpoint,
     save_tensors,
 )
+from rlkv.training.solutions import (
+    TOKENS_AT_ONCE,
+    check_head,
+    check_layers,
+    log_probabilities,
+    make_batch,
+    read_traces,
+)
 from rlkv.utils.files import TEXT_SIZE, curve_figure, read_log, save_figure
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest
@@ -75,7 +76,6 @@ Draw = Callable[[int], list[MarkedText]]
 
 STATE = "state.pt"
 CHECKPOINTS_KEPT = 2
-TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
 # the learning rate starts and ends at this share of its peak (2410.10819, section on training)
 SLOWEST = 0.1
 CURVES = (
@@ -116,7 +116,7 @@ def distill_gates(
 
 
 def distill_traces(
-    settings: DistillSettings, traces: list[MarkedText], model: PreTrainedModel | None = None
+    settings: DistillSettings, traces: Sequence[MarkedText], model: PreTrainedModel | None
 ) -> HeadGates:
     """Distil on texts, each of which is drawn once an epoch, as :func:`distill_gates` does."""
 
@@ -147,7 +147,7 @@ def distill(
     if model is None:
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
     if settings.loss_kind == "kl":
-        check_head(model, draw(0)[0].ids[:32])
+        check_head(model, draw(0)[0].ids)
     if settings.prefill == "full":
         check_layers(model)
     was_training = model.training
@@ -278,7 +278,7 @@ class Distiller:
         decoder = self.base.get_decoder()
         head = self.base.get_output_embeddings()
         with torch.no_grad(), self.model.disable_adapter():
-            batch = make_batch(decoder, samples, self.settings.prefill, self.base.device)
+            batch = make_batch(decoder, samples, self.settings.prefill)
             full_ND = batch.states(decoder)
             right = count_right(head, full_ND, batch.answer_N)
         mixed_ND = batch.states(decoder)
@@ -317,8 +317,17 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
     Raises:
         ValueError: for a haystack that cannot be read.
     """
-    draw_one: Callable[[random.Random], MarkedText]
-    if not knows_bindings(tokenizer):
+    is_tiny = knows_bindings(tokenizer)
+    if is_tiny and settings.haystack is not None:
+        raise ValueError(
+            f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
+            "definitions of its task"
+        )
+    facts = {"recall_task": "bindings of the tiny task"}
+    draw_one: Callable[[random.Random], MarkedText] = partial(
+        recall_sample, tokenizer, passkeys=settings.passkeys
+    )
+    if not is_tiny:
         haystack = None
         if settings.haystack is not None:
             haystack = read_haystack(settings.haystack, tokenizer)
@@ -331,150 +340,12 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
             settings.min_length,
             settings.max_length,
         ).draw
-    elif settings.haystack is None:
-        facts = {"recall_task": "bindings of the tiny task"}
-        draw_one = partial(recall_sample, tokenizer, passkeys=settings.passkeys)
-    else:
-        raise ValueError(
-            f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
-            "definitions of its task"
-        )
 
     def draw(step: int) -> list[MarkedText]:
         rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
         return [draw_one(rng) for _ in range(settings.batch_size)]
 
     return draw, facts
-
-
-def read_traces(
-    path: str,
-    tokenizer: Any,
-    template: str,
-    max_length: int = sys.maxsize,
-    least: int = 1,
-) -> list[MarkedText]:
-    """Read the curriculum's problems with their recorded outputs, whose tokens are the answers.
-
-    The end token counts too.  Texts of more than ``max_length`` tokens are cut there; those with
-    fewer than ``least`` output tokens are left out.
-
-    Raises:
-        ValueError: for an unreadable file, rows without outputs, or if nothing is left.
-    """
-    traces = []
-    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
-        if not isinstance(row["output"], str) or not row["output"].strip():
-            raise ValueError(
-                f"{path}: the output of row {number} is empty: filter again with this model"
-            )
-        prompt = encode(tokenizer, render_prompt(tokenizer, row["problem"], template))
-        output = encode(tokenizer, row["output"])
-        ids = (*prompt, *output, tokenizer.eos_token_id)[:max_length]
-        if len(ids) - len(prompt) >= least:
-            traces.append(MarkedText(ids, tuple(range(len(prompt), len(ids)))))
-    if not traces:
-        raise ValueError(
-            f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
-        )
-    return traces
-
-
-# --- batches of solutions
-
-
-class PromptLayer(DynamicLayer):
-    """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.keys: Tensor = keys
-        self.values: Tensor = values
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the prompts' states and the new ones after them, which are not kept."""
-        keys = torch.cat([self.keys, key_states], dim=2)
-        return keys, torch.cat([self.values, value_states], dim=2)
-
-
-class TraceBatch(NamedTuple):
-    """Texts whose prompts, with prompts in full, are in ``past`` and padded on the left.
-
-    Attributes:
-        ids_BT, position_BT: the tokens to read, and where they stand in their texts; int64 ``[B,
-            T]``.
-        mask_BK: real tokens, int64 ``[B, P + T]``.
-        row_N, position_N, answer_N: the states that predict answers, and those answers; int64
-            ``[N]``.
-        past: what was read in full; None if P is 0.
-    """
-
-    ids_BT: Tensor
-    position_BT: Tensor
-    mask_BK: Tensor
-    row_N: Tensor
-    position_N: Tensor
-    answer_N: Tensor
-    past: Cache | None
-
-    def states(self, decoder: Any) -> Tensor:
-        """Return last hidden states ``[N, D]`` of the positions that predict the answers."""
-        states_BTD = decoder(
-            input_ids=self.ids_BT,
-            position_ids=self.position_BT,
-            attention_mask=self.mask_BK,
-            past_key_values=self.past,
-            use_cache=False,
-        )[0]
-        return states_BTD[self.row_N, self.position_N]
-
-
-@torch.no_grad()
-def make_batch(
-    decoder: Any, texts: Sequence[MarkedText], prefill: str, device: torch.device
-) -> TraceBatch:
-    """Make a batch on ``device``.
-
-    With ``prefill="full"`` ``decoder``, with full attention, reads prompts in full.  A prompt ends
-    before the first answer, whose prediction is then not the masks'.
-    """
-    cuts = [text.answers[0] if prefill == "full" else 0 for text in texts]
-    split = max(cuts)
-    longest = max(len(text.ids) - cut for text, cut in zip(texts, cuts, strict=True))
-    # padding of token 0 on both sides, where no token sees it
-    ids = torch.zeros(len(texts), split + longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    places = []
-    for row, (text, cut) in enumerate(zip(texts, cuts, strict=True)):
-        columns = slice(split - cut, split - cut + len(text.ids))
-        ids[row, columns] = torch.tensor(text.ids)
-        mask[row, columns] = 1
-        places += [(row, answer - 1 - cut) for answer in text.answers if answer > cut]
-    ids = ids.to(device)
-    mask = mask.to(device)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    row_N, position_N = torch.tensor(places, device=device).T
-    past = None
-    if split:
-        cache = decoder(
-            input_ids=ids[:, :split],
-            position_ids=position[:, :split],
-            attention_mask=mask[:, :split],
-            use_cache=True,
-        ).past_key_values
-        past = Cache(layers=[PromptLayer(layer.keys, layer.values) for layer in cache.layers])
-    return TraceBatch(
-        ids_BT=ids[:, split:],
-        position_BT=position[:, split:],
-        mask_BK=mask,
-        row_N=row_N,
-        position_N=position_N,
-        answer_N=ids[row_N, split + position_N + 1],
-        past=past,
-    )
 
 
 # --- losses
@@ -484,11 +355,6 @@ def squared_distance(mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
     """Return ``mean_d (full - mixed)^2`` per token, in float32 or wider: ``[N]``."""
     wide = torch.promote_types(torch.float32, mixed_ND.dtype)
     return (full_ND.to(wide) - mixed_ND.to(wide)).square().mean(-1)
-
-
-def log_probabilities(logits_NV: Tensor) -> Tensor:
-    """Return log-probabilities in float32 or wider."""
-    return logits_NV.to(torch.promote_types(torch.float32, logits_NV.dtype)).log_softmax(-1)
 
 
 def kl_of_states(head: nn.Module, mixed_ND: Tensor, full_ND: Tensor) -> Tensor:
@@ -528,33 +394,6 @@ def lr_factor(step: int, steps: int) -> float:
     """
     fifth = max(1, steps // 5)
     return min(1.0, max(SLOWEST, (step + 1) / fifth), max(SLOWEST, (steps - step) / fifth))
-
-
-# --- models that are refused
-
-
-def check_head(model: Any, ids: Sequence[int]) -> None:
-    """Raise ``ValueError`` if logits are not the output embeddings of the last hidden states."""
-    ids_BT = torch.tensor([list(ids)], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=ids_BT, use_cache=False).logits
-        states = model.get_decoder()(input_ids=ids_BT, use_cache=False)[0]
-        again = model.get_output_embeddings()(states)
-    if not torch.allclose(logits.float(), again.float(), rtol=1e-2, atol=1e-2):
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the output embeddings (scaled or "
-            "capped), which the KL of next tokens does not know: take rlkv-distill --data recall, "
-            "which needs no logits"
-        )
-
-
-def check_layers(model: Any) -> None:
-    """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
-    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
-        raise ValueError(
-            "some layers of this model have no full attention: heads of such models cannot be "
-            "ranked"
-        )
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, settings: DistillSettings) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,20 +41,16 @@ def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
     return rewards_N.view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 
-def adaptive_weight(mean_reward: Tensor, beta: float, tau: float) -> Tensor:
+def penalty_weight(mean_reward: Tensor, beta: float, tau: float | None) -> Tensor:
     """Return ``beta'(rbar, tau) = 1[rbar > tau] * beta * (exp(rbar) - 1)``, elementwise.
 
-    ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.
+    ``rbar`` is the plain mean of 0/1 rewards, whatever scaling the policy loss uses.  Without
+    ``tau`` it is ``beta * (e - 1)`` whatever the reward: the ablation without adaptive weighting
+    (arXiv 2510.08525, figure 8).
     """
+    if tau is None:
+        return torch.full_like(mean_reward, beta * math.expm1(1.0))
     return torch.where(mean_reward > tau, beta * torch.expm1(mean_reward), 0.0)
-
-
-def constant_weight(mean_reward: Tensor, beta: float) -> Tensor:
-    """Return ``beta * (e - 1)`` whatever the reward.
-
-    This is the ablation without adaptive weighting (arXiv 2510.08525, figure 8).
-    """
-    return torch.full_like(mean_reward, beta * math.expm1(1.0))
 
 
 def penalty(weight_N: Tensor, alphas: Tensor) -> Tensor:
@@ -187,57 +182,45 @@ def policy_loss(
     return -per_sample.sum() / num_samples, (outside * mask_NT).sum().detach()
 
 
-class Targets(NamedTuple):
-    """Targets of every sample of a rollout over all processes: three tensors ``[N]``.
-
-    Attributes:
-        advantages: ``A_i``.
-        mean_reward: ``rbar`` of the penalty.
-        divisor: ``d_i`` of :func:`policy_loss`.
-    """
-
-    advantages: Tensor
-    mean_reward: Tensor
-    divisor: Tensor
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The differences between the recipes.
 
     Attributes:
-        targets: from the rewards ``[N]``, completion tokens ``[N]`` and group size of a rollout.
+        targets: of every sample of a rollout over all processes, from rewards ``[N]``, completion
+            tokens ``[N]`` and group size: ``advantages`` ``A_i``, ``mean_reward`` ``rbar`` of the
+            penalty, and ``divisor`` ``d_i`` of :func:`policy_loss`, all ``[N]``.
         limit: importance weights from their ratio and ``importance_cap``.
         importance_cap, epsilon: defaults of the options.
     """
 
-    targets: Callable[[Tensor, Tensor, int], Targets]
+    targets: Callable[[Tensor, Tensor, int], dict[str, Tensor]]
     limit: Callable[[Tensor, float], Tensor]
     importance_cap: float
     epsilon: float
 
 
-def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
+def paper_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> dict[str, Tensor]:
     """Take advantages and ``rbar`` of a group; average over tokens, then over samples."""
-    return Targets(
-        advantages(rewards_N, group_size),
-        group_means(rewards_N, group_size),
-        tokens_N.clamp(min=1),
-    )
+    return {
+        "advantages": advantages(rewards_N, group_size),
+        "mean_reward": group_means(rewards_N, group_size),
+        "divisor": tokens_N.clamp(min=1),
+    }
 
 
-def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> Targets:
+def published_targets(rewards_N: Tensor, tokens_N: Tensor, group_size: int) -> dict[str, Tensor]:
     """Take advantages and ``rbar`` of the batch; average over all of its tokens.
 
     The run computes ``rbar`` in every micro-batch, but what splits its batches
     (areal/utils/data.py, ``split_padded_tensor_dict_into_mb_list``) hands each of them the rewards
     of all samples.
     """
-    return Targets(
-        token_advantages(rewards_N, tokens_N),
-        group_means(rewards_N, len(rewards_N)),
-        tokens_N.float().mean().clamp(min=1).expand(len(tokens_N)),
-    )
+    return {
+        "advantages": token_advantages(rewards_N, tokens_N),
+        "mean_reward": group_means(rewards_N, len(rewards_N)),
+        "divisor": tokens_N.float().mean().clamp(min=1).expand(len(tokens_N)),
+    }
 
 
 RECIPES = {

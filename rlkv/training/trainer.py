@@ -183,10 +183,8 @@ class RLKVTrainer(GRPOTrainer):
         self.release_weights = nothing  # of a sharded base, after a backward pass
         self.gate_mean = GateMean()
         self.skip_nonfinite = SkipNonFinite()
-        self.stop_when_stable: StopWhenStable | None = None
-        for callback in callbacks or []:
-            if isinstance(callback, StopWhenStable):
-                self.stop_when_stable = callback
+        stops = [callback for callback in callbacks or [] if isinstance(callback, StopWhenStable)]
+        self.stop_when_stable = stops[0] if stops else None
         self.samples: list[dict[str, Any]] = []  # texts of the last rollout, for the log
         self._answers: list[str] = []  # of the rows that are being sampled
         self._sampled: list[tuple[Sample, float]] = []  # this process's, with their rewards
@@ -385,7 +383,7 @@ class RLKVTrainer(GRPOTrainer):
         rows = gather_rows(self.accelerator, own, self.shares)
         rewards = self._rewards
         tokens = rows["completion_mask"].sum(1)
-        rows |= RECIPES[self.args.recipe].targets(rewards, tokens, self.num_generations)._asdict()
+        rows |= RECIPES[self.args.recipe].targets(rewards, tokens, self.num_generations)
         last = rows["completion_ids"].gather(1, tokens[:, None] - 1)
         truncated = torch.isin(last, last.new_tensor(self.eos_token_ids), invert=True)
         groups = rewards.view(-1, self.num_generations)
@@ -427,12 +425,8 @@ class RLKVTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         settings = self.settings
-        if settings.adaptive:
-            weight = objective.adaptive_weight(
-                inputs["mean_reward"], settings.l1_beta, settings.tau
-            )
-        else:
-            weight = objective.constant_weight(inputs["mean_reward"], settings.l1_beta)
+        tau = settings.tau if settings.adaptive else None
+        weight = objective.penalty_weight(inputs["mean_reward"], settings.l1_beta, tau)
         l1 = objective.penalty(weight, torch.cat(self.gates))
         policy, clipped = self._policy_loss(model, inputs)
         self._add(
@@ -637,23 +631,17 @@ class RLKVTrainer(GRPOTrainer):
         """Train, from ``checkpoint`` on if there is one; what has ended is loaded alone."""
         if checkpoint is None:
             self.train()
-        elif self._is_finished(checkpoint):
-            self._load_from_checkpoint(str(checkpoint))
-            self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            self._load_means(checkpoint)
-        else:
-            self.train(resume_from_checkpoint=str(checkpoint))
-
-    def _is_finished(self, checkpoint: Path) -> bool:
-        """Tell whether a checkpoint ends its run, and no more steps are asked for now."""
-        stop = self.stop_when_stable
-        if stop is not None:
-            stop.load(load_tensors(checkpoint / GATE_MEAN)["stable"])
-            if stop.ended:
-                return True
+            return
+        self._load_means(checkpoint)
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        # more steps may be asked for now
         *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
-        return state.global_step >= steps
+        stop = self.stop_when_stable
+        if state.global_step < steps and (stop is None or not stop.ended):
+            self.train(resume_from_checkpoint=str(checkpoint))
+            return
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = state
 
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)

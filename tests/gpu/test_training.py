@@ -82,7 +82,7 @@ def update(model: Any, ids: Tensor, completion: int) -> int:
     for gate in gates:
         if gate.grad is not None:
             useful += int((gate.grad.isfinite() & (gate.grad != 0)).sum())
-    weight = objective.adaptive_weight(one, beta=1e-3, tau=0.5)
+    weight = objective.penalty_weight(one, beta=1e-3, tau=0.5)
     objective.penalty(weight, torch.cat([gate.view(-1) for gate in gates])).backward()
     torch.nn.utils.clip_grad_norm_(gates, 1.0)
     optimizer.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,16 @@ from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.cli.train import parse_distill_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny import draw_problem
 from rlkv.training.config import DistillSettings
 from rlkv.training.distillation import (
     Distiller,
-    check_head,
     count_right,
     distill_gates,
     kl_of_states,
     lr_factor,
     squared_distance,
 )
-from rlkv.training.elimination import TraceLoss
+from rlkv.training.solutions import TraceLoss, check_head
 from rlkv.utils.files import read_log
 from tests.helpers.models import make_tiny_model
 
@@ -185,38 +182,25 @@ def run(folder: Path, *options: str) -> HeadGates:
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def traces(curriculum: Path) -> list[str]:
     """Options of a run on recorded solutions."""
-    rng = random.Random(0)
-    lines = []
-    for _ in range(5):
-        drawn = draw_problem(rng, 4)
-        row = {"problem": drawn.problem, "answer": drawn.answer, "output": drawn.solution}
-        lines.append(json.dumps(row) + "\n")
-    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
-    path.write_text("".join(lines))
-    return ["--data", "traces", "--curriculum", str(path)]
+    return ["--data", "traces", "--curriculum", str(curriculum)]
 
 
 @pytest.fixture(scope="module")
-def recall_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadGates]:
-    folder = tmp_path_factory.mktemp("recall") / "run"
-    return folder, run(folder)
-
-
-@pytest.fixture(scope="module")
-def traces_run(
-    traces: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, HeadGates]:
-    folder = tmp_path_factory.mktemp("distilled") / "run"
-    return folder, run(folder, *traces)
+def runs(traces: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("distilled")
+    return {
+        "recall": (folder / "recall", run(folder / "recall")),
+        "traces": (folder / "traces", run(folder / "traces", *traces)),
+    }
 
 
 @pytest.mark.parametrize(
     ("data", "method"), [("recall", "duo_attention"), ("traces", "trace_distillation")]
 )
-def test_a_run_of_the_tiny_model(data: str, method: str, request: pytest.FixtureRequest) -> None:
-    folder, gates = request.getfixturevalue(f"{data}_run")
+def test_a_run_of_the_tiny_model(data: str, method: str, runs: Any) -> None:
+    folder, gates = runs[data]
     assert HeadGates.load(folder / "gates.pt") == gates
     assert gates.alpha.shape == (4, 6)
     assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (2, 6, 16, 64)
@@ -233,9 +217,9 @@ def test_a_run_of_the_tiny_model(data: str, method: str, request: pytest.Fixture
 
 
 def test_another_loss_changes_the_gates_and_gradient_checkpointing_does_not(
-    recall_run: tuple[Path, HeadGates], tmp_path: Path
+    runs: Any, tmp_path: Path
 ) -> None:
-    _, usual = recall_run
+    _, usual = runs["recall"]
     kl = run(tmp_path / "kl", "--loss", "kl", "--seed", "1")
     assert (usual.training["loss"], kl.training["loss"]) == ("distance", "kl")
     assert kl.training["method"] == "duo_attention_kl"
@@ -245,10 +229,7 @@ def test_another_loss_changes_the_gates_and_gradient_checkpointing_does_not(
 
 
 def test_a_stopped_run_goes_on_and_ends_the_same(
-    traces: list[str],
-    traces_run: tuple[Path, HeadGates],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    traces: list[str], runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Distiller.train_step
     folder = tmp_path / "run"
@@ -264,7 +245,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
             run(folder, *traces)
     assert not (folder / "gates.pt").exists()
     for _ in range(2):  # a finished run is exported again, not trained on
-        assert run(folder, *traces) == traces_run[1]
+        assert run(folder, *traces) == runs["traces"][1]
         assert [record["step"] for record in read_log(folder / "log.jsonl")] == [1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
         run(folder, *traces, "--l1-weight", "0.1")
@@ -293,20 +274,30 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     assert (gates.alpha < 1).any()
 
 
+EMPTY = {"problem": "p", "answer": "1"}
+
+
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "row", "named"),
     [
-        ("--data traces", "no traces: pass --curriculum FILE"),
-        ("--data traces --curriculum nowhere.parquet", "nowhere.parquet: there is no such file"),
-        ("--haystack a.txt", "the tiny model reads no text"),
-        ("--passkeys 40", r"passkeys must lie in \[2, 16\]"),
+        ("--data traces", None, "no traces: pass --curriculum FILE"),
+        ("--data traces --curriculum nowhere.parquet", None, "nowhere.parquet: there is no such"),
+        ("--haystack a.txt", None, "the tiny model reads no text"),
+        ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
+        ("--data traces", EMPTY, "line 1.*output"),
+        ("--data traces", {**EMPTY, "output": " "}, "output of row 0"),
+        ("--data traces --max-length 5", {**EMPTY, "output": "a=1"}, "within max_length=5"),
     ],
 )
 def test_data_that_do_not_fit_are_refused_before_anything_is_written(
-    options: str, named: str, tmp_path: Path
+    options: str, row: dict[str, str] | None, named: str, tmp_path: Path
 ) -> None:
+    words = options.split()
+    if row is not None:
+        (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+        words += ["--curriculum", str(tmp_path / "a.jsonl")]
     with pytest.raises(ValueError, match=named):
-        run(tmp_path / "run", *options.split())
+        run(tmp_path / "run", *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -328,13 +319,3 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         DistillSettings(**options)
-
-
-def test_traces_without_outputs_are_named(traces: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    for row, named in [({}, "line 1.*output"), ({"output": " "}, "output of row 0")]:
-        file.write_text(json.dumps({"problem": "p", "answer": "1", **row}) + "\n")
-        with pytest.raises(ValueError, match=named):
-            run(tmp_path / "run", "--data", "traces", "--curriculum", str(file))
-    with pytest.raises(ValueError, match="within max_length=5"):
-        run(tmp_path / "run", *traces, "--max-length", "5")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,23 @@ from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
-from rlkv.tiny import draw_problem
-from rlkv.training import elimination
-from rlkv.training.distillation import log_probabilities, read_traces
+from rlkv.training import elimination, solutions
 from rlkv.training.elimination import (
-    LikelyTokens,
-    TraceLoss,
     best,
     choose_order,
-    draw_traces,
     eliminate,
     eliminate_heads,
     mean_order,
     rerank_on_traces,
     with_order,
+)
+from rlkv.training.solutions import (
+    LikelyTokens,
+    TraceLoss,
+    draw_traces,
+    hard_masks,
+    log_probabilities,
+    read_traces,
 )
 from rlkv.utils.files import read_log
 from tests.helpers.models import make_tiny_model
@@ -41,7 +43,6 @@ from tests.helpers.models import make_tiny_model
 # --- the search, on losses whose order is known
 
 HEADS = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-ALL = torch.ones(2, 3, dtype=torch.bool)
 WORTH = torch.tensor([[9.0, 0.0, 0.7], [0.9, 0.1, 0.8]])
 
 
@@ -68,11 +69,9 @@ def either(full_LH: Tensor) -> float:
     return additive(full_LH) - 8.0 * first + 20.0 * (first and second)
 
 
-def search(loss: Known, steps: int, budget: float, order: Sequence[tuple[int, int]] = HEADS) -> Any:
+def search(loss: Known, steps: int, passes: float, order: Sequence[Any] = HEADS) -> Any:
     gone: list[dict[str, Any]] = []
-    full = ALL.clone()
-    found = eliminate(loss, full, order, steps, budget, lambda step, _: gone.append(step))
-    assert full.all()  # what is given is not changed
+    found, _ = eliminate(loss, order, 0.0, steps / 6, passes / 6, lambda step, _: gone.append(step))
     assert [(step["layer"], step["head"]) for step in gone] == found[:steps]
     return found, gone
 
@@ -87,13 +86,10 @@ def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     assert steps[-1]["passes"] == loss.passes
 
 
-def test_a_cost_that_has_grown_is_seen() -> None:
+def test_a_cost_that_has_grown_is_seen_within_the_budget() -> None:
     assert search(Known(either), 5, 100)[0] == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
     assert search(Known(either), 3, 100)[0][3:] == [(1, 2), (1, 0), (0, 0)]
-
-
-def test_the_budget_bounds_the_passes() -> None:
-    """Without a second measurement the first one decides: (0, 0) costs 0.05 alone, later 20.05."""
+    # without a second measurement the first one decides: (0, 0) costs 0.05 alone, later 20.05
     loss = Known(lambda full: either(full) - 0.95 * float(not full[0, 0]))
     assert search(loss, 5, 7)[0][:2] == [(0, 1), (0, 0)]
     assert loss.passes == 7
@@ -103,9 +99,8 @@ def test_the_budget_bounds_the_passes() -> None:
 
 
 def test_equal_heads_go_in_the_order_given() -> None:
-    loss = Known(lambda full: float(~full.sum()))
     order = [(1, 2), (0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]
-    assert search(loss, 6, 100, order)[0] == order
+    assert search(Known(lambda full: float(~full.sum())), 6, 100, order)[0] == order
     flat = HeadGates(alpha=torch.full((2, 3), 0.5))
     assert compression_order(with_order(flat, order)) == order
 
@@ -125,11 +120,9 @@ def random_traces(number: int = 4) -> list[MarkedText]:
     return texts
 
 
-def make_loss(
-    family: str = "llama", rows: int = 4, prefill: str = "full", **more: Any
-) -> TraceLoss:
+def make_loss(family: str = "llama", rows: int = 4, prefill: str = "full") -> TraceLoss:
     gated = get_peft_model(make_tiny_model(family), HeadGateConfig(sink=2, window=5)).eval()
-    return TraceLoss(gated, random_traces(), rows, prefill, **more)
+    return TraceLoss(gated, random_traces(), rows, prefill)
 
 
 def without(head: tuple[int, int], full: Tensor = FULL) -> Tensor:
@@ -143,7 +136,7 @@ def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) ->
     full, other = log_probabilities(3 * torch.randn(2, 9, 50, dtype=torch.float64))
     whole = (full.exp() * (full - other)).sum(-1)
     assert torch.allclose(LikelyTokens.of(full).kl(other), whole, rtol=1e-12)
-    monkeypatch.setattr(elimination, "KEPT", 20)
+    monkeypatch.setattr(solutions, "KEPT", 20)
     found = LikelyTokens.of(full).kl(other)
     assert (found < whole).all()  # merged tokens are a bound
     assert (found > 0.95 * whole).all()
@@ -181,9 +174,9 @@ def test_batches_and_pieces_do_not_matter(
     """Prompts of several lengths in a batch are padded on the left."""
     expected = make_loss(family, 1, prefill).of(FULL)
     assert make_loss(family, 4, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(elimination, "TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr(solutions, "TOKENS_AT_ONCE", 7)
     assert make_loss(family, 3, prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(elimination, "KEPT", 100)  # of 128
+    monkeypatch.setattr(solutions, "KEPT", 100)  # of 128
     assert 0.7 * expected < make_loss(family, 3, prefill).of(FULL) < expected
 
 
@@ -211,9 +204,9 @@ def test_layers_below_the_first_other_head_do_not_compute_again(family: str) -> 
 SPAN = (0.25, 0.75)
 
 
-def random_gates(seed: int) -> HeadGates:
-    alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed))
-    return HeadGates(alpha, alpha, deploy_sink=2, deploy_window=5)
+def shuffled(seed: int) -> list[tuple[int, int]]:
+    places = torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [divmod(place, 4) for place in places]
 
 
 def test_the_mean_of_two_orders() -> None:
@@ -242,42 +235,28 @@ def test_the_mean_is_kept_unless_another_is_clearly_better(
     assert better == ("mean" if len(less) == 1 else "distilled")
 
 
-@pytest.mark.parametrize("name", ["measured", "mean", "distilled"])
-def test_each_order_can_be_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elimination, "best", lambda losses: name)
-    model, distilled, measured = make_tiny_model("llama"), random_gates(0), random_gates(1)
-    traces = random_traces(3)
-    first, second = compression_order(distilled), compression_order(measured)
+def test_each_order_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, traces = make_tiny_model("llama"), random_traces(3)
+    first, second = shuffled(0), shuffled(1)
     orders = {"measured": second, "mean": mean_order(first, second), "distilled": first}
-    chosen = choose_order(model, traces, distilled, measured, *SPAN, "full")
-    assert chosen.training["order"] == name
-    assert compression_order(chosen) == orders[name]
-    assert chosen.alpha.flatten().sort().values.equal(measured.alpha.flatten().sort().values)
+    with hard_masks(model, sink=2, window=5) as gated:
+        loss = TraceLoss(gated, traces, 1)
+        for name, order in orders.items():
+            monkeypatch.setattr(elimination, "best", lambda losses, name=name: name)
+            chosen, told = choose_order(gated, traces, first, second, *SPAN, "full")
+            assert (chosen, told["order"]) == (order, name)
+            total = 0.0
+            for gone in (5, 7):  # of 12 heads, at a third and two thirds of the span
+                total += loss.of(HeadAllocation.from_order(order, 3, 4, gone / 12).full)
+            assert told["order_losses"][name] == pytest.approx(total / 2, rel=1e-5)
     assert not any("rlkv_gate" in parameter for parameter, _ in model.named_parameters())
-    gated = get_peft_model(model, HeadGateConfig(sink=2, window=5)).eval()
-    loss, total = TraceLoss(gated, traces, 1), 0.0
-    for gone in (5, 7):  # of 12 heads, at a third and two thirds of the span
-        total += loss.of(HeadAllocation.from_order(orders[name], 3, 4, gone / 12).full)
-    assert chosen.training["order_losses"][name] == pytest.approx(total / 2, rel=1e-5)
 
 
 # --- whole runs of the tiny model
 
 
-@pytest.fixture(scope="module")
-def curriculum(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lines = []
-    for seed in range(6):
-        drawn = draw_problem(random.Random(seed), 5)
-        row = {"problem": drawn.problem, "answer": drawn.answer, "output": drawn.solution}
-        lines.append(json.dumps(row) + "\n")
-    path = tmp_path_factory.mktemp("solutions") / "curriculum.jsonl"
-    path.write_text("".join(lines))
-    return path
-
-
-def recorded(curriculum: Path) -> list[MarkedText]:
-    return read_traces(str(curriculum), tiny.load()[1], "rlkv", max_length=10_000)
+def recorded(path: Path) -> list[MarkedText]:
+    return read_traces(str(path), tiny.load()[1], "rlkv")
 
 
 def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
@@ -297,14 +276,6 @@ def measured_run(
 
 
 DISTILLED = {"elimination_distillation": 8, "elimination_sparsity": 0.55, "forward_rows": 3}
-
-
-@pytest.fixture(scope="module")
-def distilled_run(
-    curriculum: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, HeadGates]:
-    folder = tmp_path_factory.mktemp("distilled") / "run"
-    return folder, run(folder, curriculum, **DISTILLED)
 
 
 def test_a_run_exports_an_order(measured_run: tuple[Path, HeadGates]) -> None:
@@ -356,30 +327,7 @@ def test_a_stopped_or_finished_run_goes_on_from_what_it_measured(
         run(folder, curriculum, elimination_prefill="local")
 
 
-def test_distillation_orders_the_first_heads(
-    curriculum: Path, distilled_run: tuple[Path, HeadGates]
-) -> None:
-    folder, gates = distilled_run
-    distilled, order = HeadGates.load(folder / "distilled" / "gates.pt"), compression_order(gates)
-    assert order[:10] == compression_order(distilled)[:10]
-    records = read_log(folder / "log.jsonl")
-    assert [(record["layer"], record["head"]) for record in records] == order[10:13]
-    assert order.index((1, 1)) > 12
-    steps = read_log(folder / "distilled" / "log.jsonl")
-    assert len(steps) == 8
-    assert max(record["train/learning_rate"] for record in steps) == 0.25
-    # all solutions in each step
-    answers = sum(len(text.answers) for text in recorded(curriculum))
-    assert {record["tokens/answers"] for record in steps} == {answers}
-    told = gates.training
-    assert (told["low"], told["high"], told["elimination_distillation"]) == (0.4, 0.55, 8)
-    seconds = sum(record["time/step_cpu_s"] for record in steps)
-    assert told["distillation_cpu_seconds"] == pytest.approx(seconds, abs=1e-3)
-    total = sum(record["time/step_cpu_s"] for record in records)
-    assert total == pytest.approx(told["cpu_seconds"] + seconds, rel=0.2)
-
-
-def test_other_solutions_say_which_order_is_kept(
+def test_distillation_orders_the_first_heads_and_other_solutions_say_which_order_is_kept(
     curriculum: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -389,20 +337,35 @@ def test_other_solutions_say_which_order_is_kept(
     monkeypatch.setenv("WANDB_SILENT", "true")
     model, tokenizer = tiny.load()
     options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": "true"}
-    options["wandb"] = "offline"
-    told = run(tmp_path / "run", curriculum, model, tokenizer, **options, l1_beta=0.3).training
-    measured, others = draw_traces(recorded(curriculum), 2, seed=0)
+    folder = tmp_path / "run"
+    gates = run(folder, curriculum, model, tokenizer, **options, wandb="offline", l1_beta=0.3)
+    texts = recorded(curriculum)
+    measured, others = draw_traces(texts, 2, seed=0)
     assert len({text.ids for text in [*measured, *others]}) == 6
+    distilled, order = HeadGates.load(folder / "distilled" / "gates.pt"), compression_order(gates)
+    assert order[:10] == compression_order(distilled)[:10]
+    assert order.index((1, 1)) > 12
+    steps = read_log(folder / "distilled" / "log.jsonl")
+    assert len(steps) == 8
+    assert max(record["train/learning_rate"] for record in steps) == 0.25
+    # all solutions in each step
+    answers = sum(len(text.answers) for text in texts)
+    assert {record["tokens/answers"] for record in steps} == {answers}
+    told = gates.training
+    assert (told["low"], told["high"], told["elimination_distillation"]) == (0.4, 0.55, 8)
     assert told["order"] in told["order_losses"].keys() == {"measured", "mean", "distilled"}
-    parts = [told["choice_cpu_seconds"], told["cpu_seconds"], told["distillation_cpu_seconds"]]
+    seconds = sum(record["time/step_cpu_s"] for record in steps)
+    assert told["distillation_cpu_seconds"] == pytest.approx(seconds, abs=1e-3)
+    parts = [told["choice_cpu_seconds"], told["cpu_seconds"], seconds]
     assert min(parts) > 0
-    records = read_log(tmp_path / "run" / "log.jsonl")
+    records = read_log(folder / "log.jsonl")
+    assert len(records) == 3
     total = sum(record["time/step_cpu_s"] for record in records)
     assert total == pytest.approx(sum(parts), rel=0.2)
     # activations were recomputed in the distillation alone
-    noted = json.loads((tmp_path / "run" / "distilled" / "run_config.json").read_text())
+    noted = json.loads((folder / "distilled" / "run_config.json").read_text())
     assert noted["gradient_checkpointing"] is True
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert not model.training
     assert not model.is_gradient_checkpointing
     unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0]
@@ -453,7 +416,7 @@ def test_what_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_models_and_gates_that_do_not_fit_are_refused(
+def test_models_with_sliding_layers_are_refused(
     curriculum: Path, tmp_path: Path, prefill: str
 ) -> None:
     _, tokenizer = tiny.load()
@@ -463,7 +426,10 @@ def test_models_and_gates_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match="no full attention"):
         run(tmp_path / "run", curriculum, sliding, tokenizer, **options)
     assert not any("rlkv_gate" in name for name, _ in sliding.named_modules())
-    assert not (tmp_path / "run" / "distilled").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_solutions_are_asked_for() -> None:
     arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu", "true"]
     with pytest.raises(ValueError, match="--curriculum"):
         eliminate_heads(*parse_config(arguments))

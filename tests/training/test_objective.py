@@ -10,14 +10,12 @@ import torch
 
 from rlkv.training.objective import (
     RECIPES,
-    Targets,
-    adaptive_weight,
     advantages,
-    constant_weight,
     group_means,
     importance_ratio,
     mask_above,
     penalty,
+    penalty_weight,
     policy_loss,
     token_advantages,
     truncate,
@@ -29,17 +27,19 @@ MEANS = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
 def test_the_weight_is_zero_up_to_tau_and_exponential_above() -> None:
     # 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
     expected = [0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3]
-    found = adaptive_weight(MEANS, beta=1e-3, tau=0.5)
+    found = penalty_weight(MEANS, beta=1e-3, tau=0.5)
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
     # the constant one is that of a solved group
-    assert constant_weight(MEANS, beta=1e-3).tolist() == pytest.approx([expected[-1]] * 5, rel=1e-6)
+    assert penalty_weight(MEANS, beta=1e-3, tau=None).tolist() == pytest.approx(
+        [expected[-1]] * 5, rel=1e-6
+    )
 
 
 def test_the_penalty_averages_groups_of_different_means() -> None:
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
     means = group_means(rewards, 4)
     assert means.tolist() == [1.0] * 4 + [0.5] * 4 + [0.75] * 4
-    weights = adaptive_weight(means, beta=0.02, tau=0.5)
+    weights = penalty_weight(means, beta=0.02, tau=0.5)
     expected = 0.02 * (math.e - 1 + 0 + math.exp(0.75) - 1) / 3  # = 0.0189018
     alphas = torch.tensor([1.0, 0.5, 0.0, 0.3], requires_grad=True)
     value = penalty(weights, alphas)
@@ -121,7 +121,7 @@ class Step:
         self.new = (self.old + torch.randn(shape, dtype=torch.float64) / 3).requires_grad_()
         self.rollout = self.old - torch.randn(shape, dtype=torch.float64)  # ratios up to 10
 
-    def targets(self, recipe: str) -> Targets:
+    def targets(self, recipe: str) -> dict[str, torch.Tensor]:
         rewards = torch.tensor(self.rewards, dtype=torch.float64)
         return RECIPES[recipe].targets(rewards, torch.tensor(self.lengths), GROUP)
 
@@ -133,8 +133,8 @@ class Step:
         weight = chosen.limit(ratio, chosen.importance_cap)
         losses = []
         for part in torch.randperm(SAMPLES).split(4):
-            given = (self.new[part], self.old[part], targets.advantages[part], mask[part], CLIP)
-            divisor = targets.divisor[part]
+            given = (self.new[part], self.old[part], targets["advantages"][part], mask[part], CLIP)
+            divisor = targets["divisor"][part]
             losses.append(policy_loss(*given, len(part), divisor, weight[part])[0])
         return torch.stack(losses).mean()
 
@@ -192,8 +192,8 @@ def test_the_published_penalty_takes_the_mean_reward_of_the_batch() -> None:
     step = Step(1)
     groups = [sum(step.rewards[i : i + GROUP]) / GROUP for i in range(0, SAMPLES, GROUP)]
     expected = torch.tensor(groups, dtype=torch.float64)
-    assert step.targets("paper").mean_reward.view(-1, GROUP)[:, 0].equal(expected)
-    assert step.targets("published").mean_reward.tolist() == pytest.approx(
+    assert step.targets("paper")["mean_reward"].view(-1, GROUP)[:, 0].equal(expected)
+    assert step.targets("published")["mean_reward"].tolist() == pytest.approx(
         [expected.mean().item()] * 16
     )
 
@@ -201,7 +201,7 @@ def test_the_published_penalty_takes_the_mean_reward_of_the_batch() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_rewards_and_empty_completions_are_harmless(recipe: str) -> None:
     for solved in (0.0, 1.0):
-        assert Step(2, solved).targets(recipe).advantages.tolist() == [0.0] * SAMPLES
+        assert Step(2, solved).targets(recipe)["advantages"].tolist() == [0.0] * SAMPLES
     targets = RECIPES[recipe].targets(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), 2)
-    assert (targets.divisor >= 1).all()
-    assert targets.advantages.isfinite().all()
+    assert (targets["divisor"] >= 1).all()
+    assert targets["advantages"].isfinite().all()

@@ -1,0 +1,106 @@
+"""GGUF files as models: each is converted once to an ordinary model folder below ``$RLKV_CACHE``.
+
+transformers reads the architectures and the kinds of quantisation that it knows; the weights are
+dequantised, and kept in bfloat16.  The folder is named after the file's SHA-256, so that a moved or
+copied file is not converted again and a changed one is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlkv.models.builtin import made_once
+from rlkv.utils.runtime import require
+
+SUFFIX = ".gguf"
+CONTENT = "rlkv"  # of the turn that shows how the chat template ends one
+
+
+def find_gguf(model: str) -> Path | None:
+    """Return the file, if ``model`` is one, or a folder with one and without ``config.json``.
+
+    Raises:
+        ValueError: if such a folder has several, of which none can be meant.
+    """
+    path = Path(model).expanduser()
+    if path.suffix.lower() == SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{model!r} holds several GGUF files ({names}): give the path of one")
+    return files[0] if files else None
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the model folder of a GGUF file, made on first use.
+
+    Raises:
+        ValueError: if the package ``gguf`` is absent or transformers cannot read the file.
+    """
+    about = file.stat()
+    name = f"gguf-{_checksum(file, about.st_size, about.st_mtime_ns)[:16]}"
+    return made_once(name, f"the model {file.name}", lambda folder: _convert(file, folder))
+
+
+@cache
+def _checksum(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    require("gguf", "gguf")
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype="bfloat16")
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # a reader of its own, whose errors have no class in common
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"transformers cannot read the GGUF file {str(file)!r} ({reason}): give the model's "
+            "original folder or hub id"
+        ) from error
+    # the weights are plain now; transformers would refuse to save them as quantised ones
+    model.hf_quantizer = None
+    model.is_quantized = False
+    del model.config.quantization_config
+    ends = end_tokens(tokenizer, model.config)
+    tokenizer.eos_token_id = ends[0]
+    if tokenizer.pad_token_id not in ends:
+        tokenizer.pad_token_id = ends[0]
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = ends
+        config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def end_tokens(tokenizer: Any, config: Any) -> list[int]:
+    """Return the tokens that end a text: the one that ends a turn, the file's, and padding.
+
+    A GGUF file names one of them; chat models may end with any.
+    """
+    found = []
+    if tokenizer.chat_template:
+        turns = [
+            {"role": "user", "content": CONTENT},
+            {"role": "assistant", "content": CONTENT},
+        ]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False)["input_ids"]
+        if after and after[0] in tokenizer.added_tokens_decoder:
+            found.append(after[0])
+    eos = config.eos_token_id
+    found += eos if isinstance(eos, list) else [eos]
+    found += [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    # transformers' tokenizers add what a file does not have, behind the model's vocabulary
+    known = [token for token in found if token is not None and token < config.vocab_size]
+    return list(dict.fromkeys(known))
