@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 from rlkv.attention.head_gate import gate_parameters, gates_matrix
 from rlkv.gates.allocation import HeadAllocation, is_decided
@@ -169,28 +169,6 @@ class StopWhenStable(TrainerCallback):
             self.unchanged = state["unchanged"]
 
 
-def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Dataset | None]:
-    """Return the problems to train on and those held out, drawn with the seed of ``args``.
-
-    The latter are None where ``number`` is 0.
-
-    Raises:
-        ValueError: if none would be left, or the processes cannot share out the others evenly.
-    """
-    if number == 0:
-        return curriculum, None
-    if number >= len(curriculum):
-        raise ValueError(
-            f"held_out={number} leaves none of {len(curriculum)} problems to train on: lower it"
-        )
-    if number % args.world_size:
-        raise ValueError(
-            f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
-        )
-    parts = curriculum.train_test_split(test_size=number, seed=args.seed)
-    return parts["train"], parts["test"]
-
-
 class HeldOut(TrainerCallback):
     """Measures accuracy on held-out problems, every ``held_out_steps`` steps and at the end.
 
@@ -206,13 +184,11 @@ class HeldOut(TrainerCallback):
     def __init__(
         self,
         problems: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
         settings: RLKVSettings,
         make_gates: Callable[[], HeadGates],
         get_trainer: Callable[[], Any],
     ) -> None:
         self.problems = problems
-        self.tokenizer = tokenizer
         self.sparsities = settings.target_sparsity or []
         self.every = settings.held_out_steps
         self.make_gates = make_gates
@@ -236,12 +212,11 @@ class HeldOut(TrainerCallback):
     def _measure(self, sparsity: float, args: Any) -> None:
         trainer = self.get_trainer()
         own = self.problems.select(range(args.process_index, len(self.problems), args.world_size))
-        prompts: Any = self.tokenizer.apply_chat_template(
-            list(own["prompt"]), add_generation_prompt=True
-        )
+        tokenizer = trainer.processing_class
+        prompts = tokenizer.apply_chat_template(list(own["prompt"]), add_generation_prompt=True)
         full = HeadAllocation.from_gates(self.make_gates(), sparsity).full
         completions = trainer.complete_greedily(prompts["input_ids"], full.float())
-        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         right = trainer.reward(texts, own["answer"])
         truncated = [ids[-1] not in trainer.eos_token_ids for ids in completions]
         lengths = map(len, completions)

@@ -4,8 +4,7 @@ Every option says in its metadata what is done with it, so that no list of names
 
 - ``help`` and ``group``: what ``--help`` shows, and under which heading;
 - ``resume``: whether a continued run may have another value; None: runs do not note the option;
-- ``publish``: whether a gates file says it of its training; files of this machine are left out;
-- ``finders``: the finders of ``rlkv-train`` that read it.
+- ``publish``: whether a gates file says it of its training; files of this machine are left out.
 """
 
 from __future__ import annotations
@@ -36,26 +35,16 @@ DEFAULT_ROWS = 64  # of a rollout, where no GPU says what fits
 
 
 def option(default: Any, text: str, group: str, noted: tuple[bool | None, bool] = METHOD) -> Any:
-    """Declare a field with the metadata that the module describes.
-
-    The groups gates, rollouts, steps and logs are those of GRPO.
-    """
+    """Declare a field with the metadata that the module describes."""
     resume, publish = noted
-    finders = {"elimination"} if group == "elimination" else {"rlkv"}
-    if group in ("finder", "run", "model"):
-        finders = {"rlkv", "elimination"}
     metadata = {"help": text, "group": group, "resume": resume, "publish": publish}
-    return field(default=default, metadata={**metadata, "finders": finders})
+    return field(default=default, metadata=metadata)
 
 
 def option_names(*kinds: Any, **wanted: Any) -> set[str]:
     """Return the names of the options whose metadata has all ``wanted`` values."""
-    found = set()
-    for kind in kinds:
-        for of in fields(kind):
-            if "group" in of.metadata and wanted.items() <= of.metadata.items():
-                found.add(of.name)
-    return found
+    found = [of for kind in kinds for of in fields(kind) if "group" in of.metadata]
+    return {of.name for of in found if wanted.items() <= of.metadata.items()}
 
 
 def check_least(settings: Any, least: float, *names: str) -> None:
@@ -150,6 +139,17 @@ class RunSettings:
         return replace(self, template=template)
 
 
+# options that elimination refuses, and why
+_GRPO_ALONE = {
+    "init_gates": (
+        "is where GRPO starts, but --finder elimination starts from none: leave one of them out, "
+        "or re-rank gates with inference/rerank_heads.py"
+    ),
+    "plan": ("is for GRPO: --finder elimination shows its bound as it runs, leave one of them out"),
+    "held_out": "is measured while GRPO trains: leave --finder elimination out",
+}
+
+
 @dataclass
 class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts of ``rlkv-train``."""
@@ -227,8 +227,9 @@ class RLKVSettings(RunSettings):
                 f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got "
                 f"{self.elimination_distillation}"
             )
-        if self.finder == "elimination":
-            self._check_elimination()
+        for name, why in _GRPO_ALONE.items():
+            if self.finder == "elimination" and getattr(self, name) not in (None, False, 0):
+                raise ValueError(f"{name} {why}")
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"
@@ -245,22 +246,6 @@ class RLKVSettings(RunSettings):
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
-
-    def _check_elimination(self) -> None:
-        if self.init_gates is not None:
-            raise ValueError(
-                "init_gates is where GRPO starts, but --finder elimination starts from none: leave "
-                "one of them out, or re-rank gates with inference/rerank_heads.py"
-            )
-        if self.plan:
-            raise ValueError(
-                "plan is for GRPO: --finder elimination shows its bound as it runs, leave one of "
-                "them out"
-            )
-        if self.held_out:
-            raise ValueError(
-                "held_out is measured while GRPO trains: leave --finder elimination out"
-            )
 
     @property
     def servers(self) -> list[str]:

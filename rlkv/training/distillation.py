@@ -51,7 +51,14 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
-from rlkv.training.run_folder import LOG, RunFolder, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.run_folder import (
+    LOG,
+    RunFolder,
+    RunLog,
+    load_tensors,
+    new_checkpoint,
+    save_tensors,
+)
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
     check_head,
@@ -158,7 +165,7 @@ def distill(
             gated.train()
         if run.checkpoint is not None:
             distiller.load(load_tensors(run.checkpoint / STATE))
-        callbacks = [*run.loggers(make_gates), StopOnTermination()]
+        callbacks = [RunLog(run, make_gates), StopOnTermination()]
         run.write_config()
         train(distiller, draw, run.path, callbacks)
         gates = make_gates()

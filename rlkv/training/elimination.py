@@ -64,9 +64,8 @@ MEAN = "mean"
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
 # options that elimination reads; of the others a run says that they are not
-READ = {
-    option.name for option in fields(RLKVSettings) if "elimination" in option.metadata["finders"]
-}
+READ_GROUPS = ("finder", "run", "model", "elimination")
+READ = {option.name for option in fields(RLKVSettings) if option.metadata["group"] in READ_GROUPS}
 GRPO_OPTIONS = [
     "max_steps",
     "learning_rate",

@@ -24,10 +24,10 @@ from rlkv.models.prompts import build_messages, choose_template
 from rlkv.rollout.base import GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
-from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable, hold_out
+from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings, option_names
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder
+from rlkv.training.run_folder import RunFolder, RunLog
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
@@ -63,36 +63,42 @@ def train_gates(
             f"train_gates is GRPO: set finder to rlkv, not {settings.finder} (which is "
             "eliminate_heads)"
         )
+    main = args.process_index == 0
+    settings = settings.with_curriculum()
+    rows, curriculum = load_curriculum(settings, args)
     with not_loading():
         machine = Machine(args.world_size, card_of(args.device), least_free_memory(args))
-        settings = make_plan(settings.with_curriculum(), args, machine).announced()
-    curriculum = load_curriculum(settings, args)
-    taught, held_out = hold_out(curriculum, settings.held_out, args)
+        plan = make_plan(settings, args, machine, rows)
+    settings = plan.settings
+    if main:
+        print(plan.line(), flush=True)
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
+    taught, held_out = hold_out(curriculum, settings.held_out, args)
     config = run_config(settings, args, taught, start)
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+
+    def make_gates() -> HeadGates:
+        return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
+
+    logs: list[TrainerCallback] = []
+    if main:
+        log = RunLog(run, make_gates, lambda: trainer.samples, settings.sample_steps)
+        logs = [log, StepLine()]
+    every = list(callbacks or [])
+    if settings.target_sparsity and settings.stable_steps:
+        every.append(StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps))
+    if held_out is not None:
+        every.append(HeldOut(held_out, settings, make_gates, lambda: trainer))
+    every += logs  # last: the others add figures to the record
     if model is None or tokenizer is None:
         dtype = dtype_name(settings.dtype, args.device)
         load_as(dtype)
         # the trainer moves it
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
-    if settings.liger_kernels:
-        apply_liger(model, args.device)
     if start is not None:
         start.check_model(model.config)
-
-    def make_gates() -> HeadGates:
-        return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
-
-    every = list(callbacks or [])
-    if settings.target_sparsity and settings.stable_steps:
-        every.append(StopWhenStable(make_gates, settings.target_sparsity, settings.stable_steps))
-    if held_out is not None:
-        every.append(HeldOut(held_out, tokenizer, settings, make_gates, lambda: trainer))
-    main = args.process_index == 0
-    if main:
-        logs = run.loggers(make_gates, lambda: trainer.samples, settings.sample_steps)
-        every += [*logs, StepLine()]
+    if settings.liger_kernels:
+        apply_liger(model, args.device)
     with open_engine(settings, args, curriculum, tokenizer) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
@@ -121,11 +127,13 @@ def least_free_memory(args: GateTrainingArguments) -> int | None:
     return min(gather_object([free]))
 
 
-def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Dataset:
+def load_curriculum(
+    settings: RLKVSettings, args: GateTrainingArguments
+) -> tuple[list[dict[str, Any]], Dataset]:
     """Load a curriculum file, or draw new problems of the built-in model's task.
 
     Returns:
-        Columns ``prompt`` (messages) and ``answer``.
+        The rows, and of each the columns ``prompt`` (messages) and ``answer``.
 
     Raises:
         ValueError: if there is no curriculum, and as :func:`rlkv.data.problems.read_curriculum`.
@@ -133,35 +141,51 @@ def load_curriculum(settings: RLKVSettings, args: GateTrainingArguments) -> Data
     if settings.curriculum is not None:
         rows = read_curriculum(settings.curriculum)
     elif settings.model == TINY:
-        rows = _draw_problems(settings, args)
+        most = args.max_completion_length or 0
+        numbers = range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1)
+        fitting = [number for number in numbers if longest_solution(number) <= most]
+        longest = max(fitting, default=MIN_DEFINITIONS)
+        taught = max(DRAWN, args.prompts_per_rollout)
+        if args.process_index == 0:
+            print(
+                f"no --curriculum: training on {taught} problems of the built-in task, of up to "
+                f"{longest} definitions, drawn with seed {args.seed}",
+                flush=True,
+            )
+        rows = problems(taught + settings.held_out, args.seed, max_definitions=longest)
     else:
         raise ValueError(
             "no problems to train on: pass --curriculum FILE, which `rlkv-filter --model "
             f"{settings.model}` writes"
         )
     template = choose_template(settings.template, model=settings.model)
-    return Dataset.from_list(
-        [
-            {"prompt": build_messages(row["problem"], template), "answer": str(row["answer"])}
-            for row in rows
-        ]
-    )
+    found = []
+    for row in rows:
+        prompt = build_messages(row["problem"], template)
+        found.append({"prompt": prompt, "answer": str(row["answer"])})
+    return rows, Dataset.from_list(found)
 
 
-def _draw_problems(settings: RLKVSettings, args: GateTrainingArguments) -> list[dict[str, Any]]:
-    """Draw problems whose solutions fit into a completion."""
-    longest = MIN_DEFINITIONS
-    for number in range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1):
-        if longest_solution(number) <= (args.max_completion_length or 0):
-            longest = number
-    taught = max(DRAWN, args.prompts_per_rollout)
-    if args.process_index == 0:
-        print(
-            f"no --curriculum: training on {taught} problems of the built-in task, of up to "
-            f"{longest} definitions, drawn with seed {args.seed}",
-            flush=True,
+def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Dataset | None]:
+    """Return the problems to train on and those held out, drawn with the seed of ``args``.
+
+    The latter are None where ``number`` is 0.
+
+    Raises:
+        ValueError: if none would be left, or the processes cannot share out the others evenly.
+    """
+    if number == 0:
+        return curriculum, None
+    if number >= len(curriculum):
+        raise ValueError(
+            f"held_out={number} leaves none of {len(curriculum)} problems to train on: lower it"
         )
-    return problems(taught + settings.held_out, args.seed, max_definitions=longest)
+    if number % args.world_size:
+        raise ValueError(
+            f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
+        )
+    parts = curriculum.train_test_split(test_size=number, seed=args.seed)
+    return parts["train"], parts["test"]
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -177,16 +201,13 @@ def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
     if settings.model not in BUILT_IN:
         return PROMPT_TOKENS
     try:
-        return longest_prompt(load_curriculum(settings, args), load_tokenizer(settings.model))
+        return longest_prompt(load_curriculum(settings, args)[1], load_tokenizer(settings.model))
     except ValueError:  # no curriculum yet
         return PROMPT_TOKENS
 
 
 def run_config(
-    settings: RLKVSettings,
-    args: GateTrainingArguments,
-    curriculum: Dataset,
-    start: HeadGates | None,
+    settings: RLKVSettings, args: GateTrainingArguments, taught: Dataset, start: HeadGates | None
 ) -> dict[str, Any]:
     """Return the settings that define a run, JSON-able.
 
@@ -197,7 +218,7 @@ def run_config(
     noted |= option_names(GateTrainingArguments, resume=False)
     config |= {key: getattr(args, key) for key in sorted(noted)}
     config["processes"] = args.world_size
-    config["problems"] = digest(curriculum.to_list())
+    config["problems"] = digest(taught.to_list())
     config["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
     if start is not None:
         config["init_gates"] = {

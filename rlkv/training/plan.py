@@ -1,12 +1,13 @@
 """What a training takes, said before anything is loaded: engine, sizes that fit, memory and time.
 
-Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`); every step of a run prints
-what it took.
+Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`) that measurements of other
+machines bear out; every step of a run prints what it took.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -44,8 +45,9 @@ from rlkv.training.sharding import is_sharded, not_loading
 from rlkv.vllm.plugin import choose_engine
 
 PROMPT_TOKENS = 1024  # room for a prompt, as in the paper: 8,192 less 7,168
-UPDATE_SHARE = 0.2  # of a GPU's peak rate that an update reaches
-CPU_FLOPS = 1e11  # operations/s of an update on a CPU
+UPDATE_SHARE = 0.33  # of a GPU's peak rate that an update reaches: an H100's, 3,000 tokens and more
+# operations/s of a CPU thread in an update, by bytes of an element: a model of 1.5B in bfloat16
+CPU_FLOPS = {2: 4e11, 4: 8e10}
 GRAPHS = ENGINE_GIB * GIB  # vLLM's graphs and activations
 # trl computes log-probabilities from tiles of logits: this many tokens and vocabulary entries
 TILE_TOKENS = 4096
@@ -157,20 +159,12 @@ class Plan:
         return MEAN_LENGTH * longest if self.tokens is None else min(self.tokens, longest)
 
     @property
-    def _processes_of_args(self) -> int:
-        # without prompts_per_step a step has as many completions for each process
-        whole = self.args.prompts_per_step is not None
-        return self.machine.processes if whole else self.args.world_size
-
-    @property
     def samples(self) -> int:
         """Completions of an optimizer step over all processes."""
-        return self.args.samples_per_step * self.machine.processes // self._processes_of_args
-
-    @property
-    def own_samples(self) -> int:
-        """Completions of a rollout in one process."""
-        return (self.args.generation_batch_size or DEFAULT_ROWS) // self._processes_of_args
+        whole = self.args.samples_per_step
+        if self.args.prompts_per_step is not None:
+            return whole
+        return whole // self.args.world_size * self.machine.processes
 
     @property
     def steps(self) -> int | None:
@@ -186,17 +180,23 @@ class Plan:
     @property
     def rates(self) -> tuple[float, float] | None:
         """Assumed tokens/s of rollouts and of updates; None where nothing is assumed."""
-        if self.footprint is None or self.settings.model in BUILT_IN:
+        model = self.footprint
+        settings = self.settings
+        if model is None or settings.model in BUILT_IN:
             return None
         card = self.machine.card
-        settings = self.settings
-        rollout = self.footprint.rate(
+        rollout = model.rate(
             settings.rollout, settings.rollout_rows or 1, card, self.mean_tokens, mixed=True
         )
         served = settings.rollout == "vllm-server"
         sampling = len(settings.servers) if served else self.machine.processes
-        flops = CPU_FLOPS if card is None else UPDATE_SHARE * card.flops
-        update = flops / (6 * self.footprint.parameters)
+        if card is not None:
+            flops = UPDATE_SHARE * card.flops
+        else:
+            flops = CPU_FLOPS[model.itemsize] * torch.get_num_threads()
+        # the weights are frozen: backward makes no gradients of theirs
+        operations = 6 if self.args.gradient_checkpointing else 4
+        update = flops / (operations * model.parameters)
         return rollout * sampling, update * self.machine.processes
 
     @property
@@ -207,17 +207,10 @@ class Plan:
 
     @property
     def own_weights(self) -> int:
-        """Bytes of the trainer's weights on one GPU."""
+        """Bytes of the trainer's weights on one GPU; vLLM's copy is always whole."""
         if self.footprint is None:
             return 0
         return self.footprint.weights // (self.machine.processes if is_sharded(self.args) else 1)
-
-    @property
-    def engine_weights(self) -> int:
-        """Bytes of vLLM's copy, which has all weights."""
-        if self.footprint is None or self.settings.rollout != "vllm":
-            return 0
-        return self.footprint.weights
 
     def update(self, checkpointing: bool) -> int:
         """Return the peak bytes of a micro-batch whose rows all have the greatest length."""
@@ -250,9 +243,8 @@ class Plan:
         return text
 
     def time(self) -> str:
-        """Say how long a step takes, and what that rests on; empty where nothing is assumed."""
-        if self.rates is None:
-            return ""
+        """Say how long a step takes, and what that rests on, where rates are assumed."""
+        assert self.rates is not None
         rollout, update = self.rates
         step = sum(self.seconds)
         total = "" if self.steps is None else f" and {rough(self.steps * step)} in all"
@@ -266,36 +258,33 @@ class Plan:
     def line(self) -> str:
         """Return what a run prints before it begins."""
         line = f"rollouts through {self.engine()}"
-        time = self.time()
-        return f"{line}: {time}; every step prints the measured time that is left" if time else line
-
-    def announced(self) -> RLKVSettings:
-        """Return the chosen settings, after the main process has printed that line."""
-        if self.args.process_index == 0:
-            print(self.line(), flush=True)
-        return self.settings
+        if self.rates is None:
+            return line
+        return f"{line}: {self.time()}; every step prints the measured time that is left"
 
 
 def make_plan(
     settings: RLKVSettings,
     args: GateTrainingArguments,
     machine: Machine,
+    rows: Sequence[dict[str, Any]] | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Plan:
     """Choose the engine and the sizes of the rollouts for ``machine``.
 
     Args:
+        rows: of the curriculum; None if it is not there.
         prompt_tokens: of the longest prompt.
     """
     device = args.device if machine.card is None else torch.device("cuda")
-    problems, tokens = _curriculum_facts(settings.curriculum)
+    lengths = [row["output_tokens"] for row in rows or () if row.get("output_tokens")]
     plan = Plan(
         settings=settings,
         args=args,
         machine=machine,
         footprint=Footprint.of(settings.model, dtype_name(settings.dtype, device)),
-        problems=problems,
-        tokens=tokens,
+        problems=None if rows is None else len(rows),
+        tokens=fmean(lengths) if lengths else None,
         positions=prompt_tokens + (args.max_completion_length or 0),
     )
     return _with_engine(plan)
@@ -303,6 +292,7 @@ def make_plan(
 
 def _with_engine(plan: Plan) -> Plan:
     settings = plan.settings
+    args = plan.args
     model = None if settings.model in BUILT_IN else plan.footprint  # small ones fit
     free = plan.machine.free
     kv_gib = settings.rollout_kv_gib
@@ -312,7 +302,7 @@ def _with_engine(plan: Plan) -> Plan:
     architecture = None if model is None else model.architecture
     rollout, why = choose_engine(settings.rollout, free is not None, architecture)
     if model is not None and free is not None and rollout != "vllm-server":
-        room = int(USABLE * free) - plan.own_weights - plan.update(plan.args.gradient_checkpointing)
+        room = int(USABLE * free) - plan.own_weights - plan.update(args.gradient_checkpointing)
         if rollout == "vllm":
             # its copy has all weights; its KV and graphs stay while the gates are updated
             beside = room - model.weights - int(GRAPHS)
@@ -321,7 +311,9 @@ def _with_engine(plan: Plan) -> Plan:
                 why = "two copies of the weights leave no room for KV"
             else:
                 room = beside
-        samples = plan.own_samples
+        whole = args.prompts_per_step is not None
+        processes = plan.machine.processes if whole else args.world_size
+        samples = (args.generation_batch_size or DEFAULT_ROWS) // processes  # of a rollout here
         row = plan.positions * model.kv_per_token
         if kv_gib is None:
             kv_gib = max(min(room, samples * row), row) / GIB
@@ -339,15 +331,6 @@ def _with_engine(plan: Plan) -> Plan:
     return replace(plan, settings=chosen, why=why, lacking=lacking)
 
 
-def _curriculum_facts(path: str | None) -> tuple[int | None, float | None]:
-    """Return the number of problems and the mean output tokens, as far as they are known."""
-    if path is None or not Path(path).is_file():
-        return None, None
-    rows = read_curriculum(path)
-    lengths = [row["output_tokens"] for row in rows if row.get("output_tokens")]
-    return len(rows), fmean(lengths) if lengths else None
-
-
 # --- the text of --plan
 
 
@@ -362,16 +345,43 @@ def describe_plan(
     Raises:
         ValueError: if ``plan_gpus`` names none that is known.
     """
+    curriculum = settings.curriculum
+    is_there = curriculum is not None and Path(curriculum).is_file()
+    rows = read_curriculum(curriculum) if curriculum is not None and is_there else None
     with not_loading():
-        plan = make_plan(settings, args, _machine(settings, args), prompt_tokens)
-    lines = _run(plan)
+        plan = make_plan(settings, args, _machine(settings, args), rows, prompt_tokens)
+    if curriculum is None:
+        curriculum = "problems of the built-in task"
+    elif rows is None:
+        curriculum += f" (absent: {settings.filter_command()} writes it)"
+    model = settings.model
+    steps = f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each"
+    source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
+    tokens = (
+        f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on "
+        f"average ({source})"
+    )
+    if plan.steps:
+        total = plan.steps * plan.samples
+        steps += f", {total:,} in all"
+        tokens += f", {total * plan.mean_tokens / 1e6:,.1f} million in all"
+    resources = {}
     if plan.footprint is not None:
-        lines |= _resources(plan, plan.footprint)
+        shape = plan.footprint.shape
+        heads = f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads"
+        model += f": {heads}, {plan.footprint.parameters:.3g} parameters"
+        resources = _resources(plan, plan.footprint)
+    lines = {
+        "model": model,
+        "curriculum": curriculum,
+        "steps": steps,
+        "tokens": tokens,
+        "engine": plan.engine(),
+        **resources,
+    }
     if plan.rates is not None:
-        rollout, update = plan.seconds
-        lines["time"] = (
-            f"{plan.time()}; of a step {rough(rollout)} are rollout, {rough(update)} update"
-        )
+        rollout, update = map(rough, plan.seconds)
+        lines["time"] = f"{plan.time()}; of a step {rollout} are rollout, {update} update"
     lines["gates"] = f"{args.output_dir}/gates.pt"
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
@@ -382,44 +392,12 @@ def _machine(settings: RLKVSettings, args: GateTrainingArguments) -> Machine:
     name = DEFAULT
     if settings.plan_gpus is not None:
         processes, name = parse_gpus(settings.plan_gpus)
-    else:
-        here = card_of(args.device)
-        if here is not None:
-            name = torch.cuda.get_device_name(args.device)
-            return Machine(processes, here, free_memory(args.device), name)
-        if settings.model in BUILT_IN:
-            return Machine(processes, None, None)
+    elif (here := card_of(args.device)) is not None:
+        name = torch.cuda.get_device_name(args.device)
+        return Machine(processes, here, free_memory(args.device), name)
+    elif settings.model in BUILT_IN:
+        return Machine(processes, None, None)
     return Machine(processes, CARDS[name], int(CARDS[name].memory * GIB), name)
-
-
-def _run(plan: Plan) -> dict[str, str]:
-    """Say what the run does, whatever it runs on."""
-    settings = plan.settings
-    model = settings.model
-    if plan.footprint is not None:
-        shape = plan.footprint.shape
-        heads = f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads"
-        model += f": {heads}, {plan.footprint.parameters:.3g} parameters"
-    curriculum = settings.curriculum or "problems of the built-in task"
-    if settings.curriculum is not None and plan.problems is None:
-        curriculum += f" (absent: {settings.filter_command()} writes it)"
-    steps = f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each"
-    source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
-    tokens = (
-        f"at most {plan.args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on "
-        f"average ({source})"
-    )
-    if plan.steps:
-        total = plan.steps * plan.samples
-        steps += f", {total:,} in all"
-        tokens += f", {total * plan.mean_tokens / 1e6:,.1f} million in all"
-    return {
-        "model": model,
-        "curriculum": curriculum,
-        "steps": steps,
-        "tokens": tokens,
-        "engine": plan.engine(),
-    }
 
 
 def _resources(plan: Plan, model: Footprint) -> dict[str, str]:
@@ -427,40 +405,34 @@ def _resources(plan: Plan, model: Footprint) -> dict[str, str]:
     machine = plan.machine
     settings = plan.settings
     checkpointing = plan.args.gradient_checkpointing
-    kv = _kv_of_rollouts(plan, model)
+    if settings.rollout == "vllm-server":
+        kv: float = 0  # on its own GPU
+    elif settings.rollout_kv_gib is not None:
+        kv = settings.rollout_kv_gib * GIB
+    else:
+        kv = COPIES * plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
     update = plan.update(checkpointing)
-    # vLLM keeps its KV while the gates are updated; transformers frees it
-    engine = plan.engine_weights
-    peak = plan.own_weights + (engine + GRAPHS + kv + update if engine else max(kv, update))
-    memory = _size(peak)
-    if machine.free is not None:
-        memory += f" of {_size(machine.free)} free"
-    memory += f": {_size(plan.own_weights)} of weights"
-    if engine:
+    parts = [f"{_size(plan.own_weights)} of weights"]
+    peak = plan.own_weights + max(kv, update)
+    if settings.rollout == "vllm":
+        # vLLM keeps its KV while the gates are updated; transformers frees it
+        peak = plan.own_weights + model.weights + GRAPHS + kv + update
         reserve = f"{_size(GRAPHS)} for its graphs and activations (assumed)"
-        memory += f", {_size(engine)} of vLLM's copy and {reserve}"
+        parts.append(f"{_size(model.weights)} of vLLM's copy and {reserve}")
     if kv:
-        memory += f", up to {_size(kv)} of KV for {settings.rollout_rows} rows"
+        parts.append(f"up to {_size(kv)} of KV for {settings.rollout_rows} rows")
+    parts.append(f"{_size(update)} for the update")
+    of_free = "" if machine.free is None else f" of {_size(machine.free)} free"
     now, then = ("with", "without") if checkpointing else ("without", "with")
     return {
         "machine": f"{machine.processes} x {machine.name}" if machine.card else "this CPU",
-        "memory": f"{memory}, {_size(update)} for the update",
+        "memory": f"{_size(peak)}{of_free}: {', '.join(parts)}",
         "update": (
             f"{plan.args.per_device_train_batch_size} x {plan.positions:,} tokens at once, {now} "
             f"gradient checkpointing; {then} it would take {_size(plan.update(not checkpointing))}"
         ),
         "serving": _serving(plan, model),
     }
-
-
-def _kv_of_rollouts(plan: Plan, model: Footprint) -> float:
-    """Return the bytes of KV on a GPU that trains."""
-    settings = plan.settings
-    if settings.rollout == "vllm-server":
-        return 0  # on its own GPU
-    if settings.rollout_kv_gib is not None:
-        return settings.rollout_kv_gib * GIB
-    return COPIES * plan.positions * model.kv_per_token * (settings.rollout_rows or 1)
 
 
 def _serving(plan: Plan, model: Footprint) -> str:

@@ -197,12 +197,9 @@ def _mean(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 def _best_reward(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
     """Return the best mean reward before the last ``SPAN`` steps, and where its span ends."""
-    best = (0.0, SPAN)
-    for end in range(SPAN, len(records) - SPAN + 1):
-        mean = _mean(records[end - SPAN : end], "reward/mean")
-        if mean is not None:
-            best = max(best, (mean, end))
-    return best
+    ends = range(SPAN, len(records) - SPAN + 1)
+    means = [(_mean(records[end - SPAN : end], "reward/mean") or 0.0, end) for end in ends]
+    return max(means, default=(0.0, SPAN))
 
 
 # --- logs
@@ -278,39 +275,33 @@ class RunLog(TrainerCallback):
     After a resume the records beyond the checkpoint are dropped: their steps are repeated.
 
     Args:
-        image_steps, sample_steps: steps between plots and between sampled texts; 0: none.  There
-            are texts of the first step too.
         get_samples: returns the texts of the last rollout.
+        sample_steps: steps between sampled texts, besides those of the first; 0: none.
     """
 
     def __init__(
         self,
-        folder: Path,
+        run: RunFolder,
         make_gates: Callable[[], HeadGates],
-        image_steps: int = 0,
-        get_samples: Callable[[], list[dict[str, Any]]] | None = None,
+        get_samples: Callable[[], list[dict[str, Any]]] = list,
         sample_steps: int = 0,
-        wandb: WandbLog | None = None,
     ) -> None:
-        self.folder = folder
+        self.run = run
         self.make_gates = make_gates
-        self.image_steps = image_steps
         self.get_samples = get_samples
         self.sample_steps = sample_steps
-        self.wandb = wandb
         self.records: list[dict[str, Any]] = []
         self.known: set[str] = set()  # titles of alerts that were told
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for name in LOGS:
-            path = self.folder / name
+        for path in [self.run.path / name for name in LOGS]:
             if path.exists():
                 records = read_log(path)
                 write_jsonl(path, [of for of in records if of["step"] <= state.global_step])
-        self.records = _lines(self.folder / LOG)
+        self.records = _lines(self.run.path / LOG)
         self.known = {alert.title for alert in alerts(self.records)}
-        if self.wandb is not None:
-            self.wandb.start(args.run_name)
+        if self.run.wandb is not None:
+            self.run.wandb.start(args.run_name)
 
     def on_log(
         self,
@@ -323,80 +314,72 @@ class RunLog(TrainerCallback):
     ) -> None:
         if "gates/mean" not in logs:
             return
+        folder = self.run.path
         step = state.global_step
         alpha = gates_matrix(model)
         rounded = [[round(value, 6) for value in row] for row in alpha.tolist()]
-        append_record(self.folder / LOG, step, logs)
-        append_record(self.folder / GATES_LOG, step, {"alpha": rounded})
-        samples: list[dict[str, Any]] = []
+        append_record(folder / LOG, step, logs)
+        append_record(folder / GATES_LOG, step, {"alpha": rounded})
         every = self.sample_steps
-        if self.get_samples is not None and every and (step == 1 or step % every == 0):
-            samples = self.get_samples()
+        samples = self.get_samples() if every and (step == 1 or step % every == 0) else []
         for sample in samples:
-            append_record(self.folder / SAMPLES_LOG, step, sample)
-        images = self._draw(step)
+            append_record(folder / SAMPLES_LOG, step, sample)
+        images = {}
+        if self.run.settings.image_steps and step % self.run.settings.image_steps == 0:
+            for kind, plot in (("heat_map", plot_gates), ("histogram", plot_histogram)):
+                images[kind] = folder / "images" / f"{kind}_{step:06d}.png"
+                plot(self.make_gates(), images[kind])
         self.records.append({"step": step, **logs})
-        if self.wandb is not None:
-            self.wandb.log(self.records, alpha, images, samples)
+        wandb = self.run.wandb
+        if wandb is not None:
+            wandb.log(self.records, alpha, images, samples)
         found = alerts(self.records)
         for alert in found:
-            if alert.title in self.known:
-                continue
-            print(f"warning: {alert.title}. {alert.text}", flush=True)
-            if self.wandb is not None:
-                self.wandb.run.alert(title=alert.title, text=alert.text)
+            if alert.title not in self.known:
+                print(f"warning: {alert.title}. {alert.text}", flush=True)
+                if wandb is not None:
+                    wandb.run.alert(title=alert.title, text=alert.text)
         self.known = {alert.title for alert in found}
 
-    def _draw(self, step: int) -> dict[str, Path]:
-        """Plot the gates if that is due; return the files."""
-        if not self.image_steps or step % self.image_steps:
-            return {}
-        paths = {}
-        for kind, plot in (("heat_map", plot_gates), ("histogram", plot_histogram)):
-            paths[kind] = self.folder / "images" / f"{kind}_{step:06d}.png"
-            plot(self.make_gates(), paths[kind])
-        return paths
 
+# --- Weights & Biases
 
-# prefixes of figures and their sections in W&B; the first that fits counts
+# sections and the beginnings of the figures that they show; the first that fits counts
 SECTIONS = {
-    "gates/below_0.5": "collapse",
-    "gates/grad_norm": "convergence",
-    "gates/": "heads",
-    "reward/std": "convergence",
-    "reward/": "collapse",
-    "response/": "collapse",
-    "held_out/": "collapse",
-    "teacher/right": "collapse",
-    "traces/kept": "collapse",
-    "train/skipped_steps": "collapse",
-    "penalty/": "convergence",
-    "policy/loss": "convergence",
-    "loss/distill": "convergence",
-    "rollout/logprob_diff_mean": "convergence",
-    "rollout/truncated_share": "convergence",
-    "time/": "time",
+    "convergence": (
+        "gates/grad_norm",
+        "reward/std",
+        "penalty/",
+        "policy/loss",
+        "loss/distill",
+        "rollout/logprob_diff_mean",
+        "rollout/truncated_share",
+    ),
+    "collapse": (
+        "gates/below_0.5",
+        "reward/",
+        "response/",
+        "held_out/",
+        "teacher/right",
+        "traces/kept",
+        "train/skipped_steps",
+    ),
+    "heads": ("gates/",),
+    "time": ("time/",),
+    "other": ("",),
 }
 # figures on the chart of reward against sparsity
 AGAINST_SPARSITY = ("reward/mean", "gates/below_0.5", "held_out/accuracy", "teacher/right")
 
 
-def section_of(name: str) -> str:
-    """Return the section of W&B that shows a figure."""
-    for prefix, section in SECTIONS.items():
-        if name.startswith(prefix):
-            return section
-    return "other"
-
-
+@dataclass
 class WandbLog:
     """A run in Weights & Biases; without a login it works offline and says so."""
 
-    def __init__(self, settings: RunSettings, config: dict[str, Any], folder: Path) -> None:
-        self.settings = settings
-        self.config = config
-        self.folder = folder
-        self.run: Any = None
+    settings: RunSettings
+    config: dict[str, Any]
+    folder: Path
+    run: Any = None
 
     def start(self, name: str | None) -> None:
         """Start the run, or continue that of an earlier attempt."""
@@ -435,7 +418,8 @@ class WandbLog:
         sent: dict[str, Any] = {"heads/gates": wandb.Histogram(alpha.flatten().tolist())}
         for name, value in records[-1].items():
             if name != "step":
-                sent[f"{section_of(name)}/{name.replace('/', '_')}"] = value
+                section = next(of for of, starts in SECTIONS.items() if name.startswith(starts))
+                sent[f"{section}/{name.replace('/', '_')}"] = value
         for kind, path in images.items():
             sent[f"heads/{kind}"] = wandb.Image(str(path))
         if images:
@@ -462,17 +446,17 @@ def _against_sparsity(records: Sequence[dict[str, Any]]) -> Any:
     """Return several curves on one chart, which W&B draws of a table only."""
     import wandb
 
-    curves: dict[str, tuple[list[float], list[float]]] = {}
+    steps: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
-            if name.partition("_at_")[0] in AGAINST_SPARSITY or name in AGAINST_SPARSITY:
-                steps, values = curves.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(value)
+            if name.partition("_at_")[0] in AGAINST_SPARSITY:
+                steps.setdefault(name, []).append(record["step"])
+                values.setdefault(name, []).append(value)
     return wandb.plot.line_series(
-        [steps for steps, _ in curves.values()],
-        [values for _, values in curves.values()],
-        keys=list(curves),
+        list(steps.values()),
+        list(values.values()),
+        keys=list(steps),
         title="Reward against sparsity",
         xname="optimizer step",
     )
@@ -593,16 +577,6 @@ class RunFolder:
             "must be on a disk that all of them share"
         )
 
-    def loggers(
-        self,
-        make_gates: Callable[[], HeadGates],
-        get_samples: Callable[[], list[dict[str, Any]]] | None = None,
-        sample_steps: int = 0,
-    ) -> list[TrainerCallback]:
-        """Return what writes the logs of the run; for its main process."""
-        images = self.settings.image_steps
-        return [RunLog(self.path, make_gates, images, get_samples, sample_steps, self.wandb)]
-
     def published(self) -> dict[str, Any]:
         """Return the settings that a gates file tells."""
         hidden = UNPUBLISHED_KEYS | {"format"}
@@ -633,9 +607,11 @@ class RunFolder:
         """
         records = read_log(self.path / LOG)
         gates.training["final"] = gate_shares(gates.alpha)
-        held_out = _last_held_out(records)
-        if held_out:
-            gates.training[share.HELD_OUT] = held_out
+        for record in records:  # the newest figures on held-out problems, without their prefix
+            names = [name for name in record if name.startswith(HELD_OUT)]
+            if names:
+                found = {name.removeprefix(HELD_OUT): record[name] for name in names}
+                gates.training[share.HELD_OUT] = found
         for name in GATES_FILES:
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")
@@ -657,15 +633,3 @@ class RunFolder:
             link(Path(self.settings.gates_link), self.path / EXPORTED)
         if self.wandb is not None:
             self.wandb.finish([self.path / "gates.safetensors", self.path / "heat_map.png"])
-
-
-def _last_held_out(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the newest figures on held-out problems, without their prefix."""
-    for record in reversed(records):
-        found = {}
-        for name, value in record.items():
-            if name.startswith(HELD_OUT):
-                found[name.removeprefix(HELD_OUT)] = value
-        if found:
-            return found
-    return {}

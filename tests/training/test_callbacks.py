@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,8 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import build_messages
 from rlkv.training import callbacks
-from rlkv.training.callbacks import StopWhenStable, hold_out
+from rlkv.training.callbacks import StopWhenStable
+from rlkv.training.grpo import hold_out
 from rlkv.training.run_folder import last_checkpoint
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log
@@ -133,20 +133,19 @@ def plain(folder: Path, full_LH: torch.Tensor) -> dict[str, float]:
 def test_figures_are_those_of_greedy_decoding_and_training_does_not_notice(tmp_path: Path) -> None:
     options = ["--held-out", "4", "--target-sparsity", "0.5", "0.25", "--stable-steps", "0"]
     options += ["--max-steps", "3", "--held-out-steps"]
-    often = random_run.run(tmp_path / "often", [*options, "2"])
-    seldom = random_run.run(tmp_path / "seldom", [*options, "100"])
-    assert torch.equal(often.alpha, seldom.alpha)
-    logs = {}
-    for name, steps in (("often", [2, 3]), ("seldom", [3])):
-        logs[name] = read_log(tmp_path / name / "log.jsonl")
-        measured = [of["step"] for of in logs[name] if "held_out/accuracy_at_0.5" in of]
-        assert measured == steps
+    found = {}
+    for name, every, expected in (("seldom", "100", [3]), ("often", "2", [2, 3])):
+        found[name] = random_run.run(tmp_path / name, [*options, every])
+        logs = read_log(tmp_path / name / "log.jsonl")
+        assert [of["step"] for of in logs if "held_out/accuracy_at_0.5" in of] == expected
+    often = found["often"]
+    assert torch.equal(often.alpha, found["seldom"].alpha)
     for sparsity in (0.5, 0.25):
         full = HeadAllocation.from_gates(often, sparsity).full
         for name, value in plain(tmp_path, full).items():
-            expected = pytest.approx(value)
-            assert logs["often"][-1][f"held_out/{name}_at_{sparsity}"] == expected
-            assert often.training["held_out_figures"][f"{name}_at_{sparsity}"] == expected
+            assert logs[-1][f"held_out/{name}_at_{sparsity}"] == pytest.approx(value)
+            noted = often.training["held_out_figures"][f"{name}_at_{sparsity}"]
+            assert noted == pytest.approx(value)
 
 
 def test_problems_that_are_held_out_are_not_trained_on() -> None:
@@ -164,43 +163,34 @@ def test_problems_that_are_held_out_are_not_trained_on() -> None:
 
 # --- gradients that are not finite
 
-Spoil = Callable[..., None]
 
-
-@pytest.fixture
-def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Makes the loss of some steps NaN."""
+def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the loss of some steps NaN."""
     stock = RLKVTrainer._policy_loss
 
-    def use(*steps: int) -> None:
-        def spoiled(self: RLKVTrainer, model: Any, inputs: dict[str, Any]) -> Any:
-            loss, clipped = stock(self, model, inputs)
-            bad = self.state.global_step + 1 in steps
-            return loss * (float("nan") if bad else 1.0), clipped
+    def spoiled(self: RLKVTrainer, model: Any, inputs: dict[str, Any]) -> Any:
+        loss, clipped = stock(self, model, inputs)
+        return loss * (float("nan") if self.state.global_step + 1 in steps else 1.0), clipped
 
-        monkeypatch.setattr(RLKVTrainer, "_policy_loss", spoiled)
-
-    return use
+    monkeypatch.setattr(RLKVTrainer, "_policy_loss", spoiled)
 
 
-def test_a_bad_step_changes_nothing(tmp_path: Path, spoil: Spoil) -> None:
-    spoil(2)
+def test_a_bad_step_changes_nothing_and_three_in_a_row_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: HeadGates
+) -> None:
+    spoil(monkeypatch, 2)
     gates = random_run.run(tmp_path / "run", ["--max-steps", "3"])
     alphas = [record["alpha"] for record in read_log(tmp_path / "run" / "gates.jsonl")]
     assert alphas[0] == alphas[1] != alphas[2]
     assert gates.alpha.isfinite().all()
     records = read_log(tmp_path / "run" / "log.jsonl")
     assert [record["train/skipped_steps"] for record in records] == [0, 1, 1]
-
-
-def test_three_in_a_row_end_the_run_which_can_be_resumed(
-    tmp_path: Path, spoil: Spoil, monkeypatch: pytest.MonkeyPatch, whole: HeadGates
-) -> None:
-    spoil(2, 3, 4)
-    with pytest.raises(ValueError, match="3 steps in a row are not finite: try --dtype float32"):
-        random_run.run(tmp_path / "run", ["--save-steps", "100"])
     monkeypatch.undo()
-    assert torch.equal(random_run.run(tmp_path / "run").alpha, whole.alpha)
+    spoil(monkeypatch, 2, 3, 4)
+    with pytest.raises(ValueError, match="3 steps in a row are not finite: try --dtype float32"):
+        random_run.run(tmp_path / "again", ["--save-steps", "100"])
+    monkeypatch.undo()
+    assert torch.equal(random_run.run(tmp_path / "again").alpha, whole.alpha)
 
 
 # --- SIGTERM
@@ -223,33 +213,37 @@ class Terminate(TrainerCallback):
                 time.sleep(0.01)
 
 
-def test_the_step_is_finished_and_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: HeadGates
+@pytest.mark.parametrize(
+    ("grace", "terminate", "told"),
+    [
+        (20.0, Terminate(2), "after step 2: the same command goes on"),
+        (0.1, Terminate(3, seconds=60), "within a step"),
+    ],
+)
+def test_a_step_is_finished_or_given_up_and_the_run_goes_on_from_the_last_checkpoint(
+    grace: float,
+    terminate: Terminate,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    whole: HeadGates,
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        random_run.run(tmp_path / "run", NEVER, [Terminate(2)])
-    assert ended.value.code == 0
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert "after step 2: the same command goes on" in capsys.readouterr().out
-    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
-    assert not (tmp_path / "run" / "gates.pt").exists()
-    assert torch.equal(random_run.run(tmp_path / "run", NEVER).alpha, whole.alpha)
-
-
-def test_a_long_step_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(callbacks, "GRACE", 0.1)
+    monkeypatch.setattr(callbacks, "GRACE", grace)
     before = signal.getsignal(signal.SIGTERM)
     started = time.monotonic()
+    options = NEVER if grace > 1 else []
     with pytest.raises(SystemExit) as ended:
-        random_run.run(tmp_path / "run", [], [Terminate(3, seconds=60)])
-    signal.signal(signal.SIGTERM, before)
+        random_run.run(tmp_path / "run", options, [terminate])
     assert ended.value.code == 0
     assert time.monotonic() - started < 60
-    assert "within a step" in capsys.readouterr().out
+    if grace > 1:
+        assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGTERM, before)
+    assert told in capsys.readouterr().out
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    assert not (tmp_path / "run" / "gates.pt").exists()
+    assert torch.equal(random_run.run(tmp_path / "run", options).alpha, whole.alpha)
 
 
 def test_in_the_last_step_the_run_ends_as_usual(tmp_path: Path) -> None:

@@ -191,18 +191,20 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
+    def draw() -> tuple[Dataset, int]:
+        _, found = load_curriculum(settings, training)
+        return found, max(prompt[0]["content"].count(" = ") for prompt in found["prompt"])
+
     settings, training = read("--config", "tiny", "--seed", "5")
-    found = load_curriculum(settings, training)
+    found, longest = draw()
     line = capsys.readouterr().out
     assert "200 problems of the built-in task" in line
     assert "seed 5" in line
     assert len(found) == 200
-    assert found[0] == load_curriculum(settings, training)[0]
-    longest = max(prompt[0]["content"].count(" = ") for prompt in found["prompt"])
+    assert found[0] == draw()[0][0]
     assert longest_solution(longest + 2) <= training.max_completion_length
     training.max_completion_length = longest_solution(4)
-    prompts = load_curriculum(settings, training)["prompt"]
-    assert max(prompt[0]["content"].count(" = ") for prompt in prompts) == 2
+    assert draw()[1] == 2
 
 
 def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
     Dataset.from_list(texts).to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         options = ("--curriculum", str(tmp_path / name), "--template", "boxed")
-        found = load_curriculum(*read(*options))
+        _, found = load_curriculum(*read(*options))
         assert found["answer"] == ["2", "4"]
         assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
 

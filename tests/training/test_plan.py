@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from rlkv.attention.call import LocalSizes
@@ -47,12 +47,17 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    *options: str, config: str = "llama8b", gib: float | None = 80, processes: int = 1
+    *options: str,
+    config: str = "llama8b",
+    gib: float | None = 80,
+    processes: int = 1,
+    rows: list[dict[str, Any]] | None = None,
 ) -> Plan:
     settings, args = parse_config(["--config", config, "--use-cpu", *options])
-    if gib is None:
-        return make_plan(settings, args, Machine(processes, None, None))
-    return make_plan(settings, args, Machine(processes, CARDS["h100"], int(gib * GIB)))
+    machine = Machine(processes, None, None)
+    if gib is not None:
+        machine = Machine(processes, CARDS["h100"], int(gib * GIB))
+    return make_plan(settings, args, machine, rows)
 
 
 def page(*options: str) -> dict[str, str]:
@@ -137,7 +142,7 @@ def test_lengths_and_steps_come_from_the_curriculum(tmp_path: Path) -> None:
     row = {"problem": "1 + 1", "answer": "2", "output_tokens": 1000}
     (tmp_path / "c.jsonl").write_text((json.dumps(row) + "\n") * 64)
     options = ["--max-steps", "-1", "--num-train-epochs", "3", "--curriculum"]
-    found = plan(*options, "c.jsonl")
+    found = plan(*options, "c.jsonl", rows=[row] * 64)
     assert (found.mean_tokens, found.problems, found.steps) == (1000, 64, 6)
     lines = page("--config", "llama8b", *options, "c.jsonl")
     assert "1,000 on average (the mean of the curriculum)" in lines["tokens"]
@@ -156,7 +161,7 @@ def test_more_gpus_take_less_time(with_vllm: None) -> None:
     settings, args = parse_config(["--model", settings.model, "--use-cpu"])
     for processes in (1, 8):
         found = make_plan(settings, args, Machine(processes, CARDS["h100"], 80 * GIB))
-        assert (found.samples, found.own_samples) == (8 * processes, 8)
+        assert found.samples == 8 * processes
 
 
 def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(
@@ -166,7 +171,6 @@ def test_sharded_weights_are_shared_out_and_vllms_copy_is_not(
     found = plan(processes=8)
     assert found.footprint is not None
     assert found.own_weights == found.footprint.weights // 8
-    assert found.engine_weights == found.footprint.weights
 
 
 def test_servers_hold_the_kv() -> None:
@@ -174,6 +178,22 @@ def test_servers_hold_the_kv() -> None:
     memory = page(*options)["memory"]
     assert "of KV" not in memory
     assert 19 < float(memory.split()[1]) < 19.3  # 15.0 of weights, 4.2 for the update
+
+
+def test_a_step_on_a_cpu_takes_about_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-Coder-1.5B on two cores: rollouts 111 s, update 75 s."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        "qwen2", **sizes, **heads, vocab_size=151936, tie_word_embeddings=True
+    )
+    model = Footprint.of_config(config, "qwen", 2)
+    monkeypatch.setattr(Footprint, "of", lambda *_: model)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    step = ["--model", "qwen", "--prompts-per-step", "8", "--max-completion-length", "512"]
+    settings, args = parse_config([*step, "--rollout-rows", "32", "--use-cpu"])
+    found = make_plan(settings, args, Machine(1, None, None), [{"output_tokens": 332}])
+    assert found.seconds == pytest.approx([111, 75], rel=0.2)
 
 
 # --- formulas against measured bytes

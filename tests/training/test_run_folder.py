@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,9 +57,8 @@ def test_a_folder_that_machines_do_not_share_is_refused(
 
 def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
     folder_of(tmp_path).write_config()
-    folder_of(tmp_path, {"seed": 2})  # nothing has been made yet
     (tmp_path / "log.jsonl").touch()
-    folder_of(tmp_path, {"seed": 2})
+    folder_of(tmp_path, {"seed": 2})  # nothing has been made yet
     (tmp_path / "log.jsonl").write_text("{}\n")
     assert folder_of(tmp_path).checkpoint is None
     for _ in range(2):
@@ -69,36 +68,26 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         (tmp_path / "gates.pt").touch()
     with pytest.raises(ValueError, match="continue it with --resume"):
         RunFolder(tmp_path, RLKVSettings(resume=False), ONE)
-    (tmp_path / "run_config.json").unlink()
-    with pytest.raises(ValueError, match=r"holds gates\.pt, but no run_config"):
-        folder_of(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("summary.json", "mine", "holds summary.json, but no run_config"),
+        ("gates.pt", "mine", "holds gates.pt, but no run_config"),
         ("adapter", "mine", "holds adapter, but no run_config"),
         ("run_config.json", "[]", "another command"),
         ("run_config.json", "[" * 99999, "is not JSON"),
         ("run_config.json", '{"data": 1, "loss": 2, "seed": 1}', "another command"),
+        ("run_config.json", '{"seed": 1}', "another version of rlkv.*--output-dir"),
+        ("run_config.json", f'{{"seed": 1, "format": {FORMAT + 1}}}', "another version"),
     ],
 )
-def test_files_of_somebody_else_are_refused(
-    tmp_path: Path, name: str, content: str, named: str
-) -> None:
+def test_files_of_others_are_refused(tmp_path: Path, name: str, content: str, named: str) -> None:
     (tmp_path / name).write_text(content)
+    (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match=named):
         folder_of(tmp_path)
     assert (tmp_path / name).read_text() == content
-
-
-def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
-    for noted in ({"seed": 1}, {"seed": 1, "format": FORMAT + 1}):
-        (tmp_path / "run_config.json").write_text(json.dumps(noted))
-        (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=r"another version of rlkv.*--output-dir"):
-            folder_of(tmp_path)
 
 
 def _train(folder: Path, ready: Any, end: Any) -> None:
@@ -142,27 +131,23 @@ def test_the_link_to_the_gates_replaces_links_only(
 # --- checkpoints
 
 
-def write(root: Path, step: int, keep: int | None = None) -> None:
-    with new_checkpoint(root, step, keep) as folder:
-        folder.mkdir(parents=True)
-        (folder / "weights").write_text("x")
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
 def test_a_checkpoint_appears_when_it_is_complete(tmp_path: Path) -> None:
+    def write(step: int, keep: int | None, error: type[BaseException] | None = None) -> list[str]:
+        with new_checkpoint(tmp_path, step, keep) as folder:
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text("x")
+            if error is not None:
+                raise error
+        return sorted(path.name for path in tmp_path.iterdir())
+
     assert last_checkpoint(tmp_path / "absent") is None
-    write(tmp_path, 9)
-    with pytest.raises(KeyboardInterrupt), new_checkpoint(tmp_path, 10, None) as folder:  # noqa: PT012
-        folder.mkdir(parents=True)
-        raise KeyboardInterrupt
-    assert names(tmp_path) == [PARTIAL, "checkpoint-9"]
+    assert write(9, None) == ["checkpoint-9"]
+    with pytest.raises(KeyboardInterrupt):
+        write(10, None, KeyboardInterrupt)
+    assert (tmp_path / PARTIAL).exists()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
-    write(tmp_path, 10)
-    write(tmp_path, 11, keep=2)
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
+    write(10, None)
+    assert write(11, 2) == ["checkpoint-10", "checkpoint-11"]
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-11"
     assert (tmp_path / "checkpoint-11" / "weights").exists()
 
@@ -179,6 +164,8 @@ def test_a_healthy_training_raises_no_alert() -> None:
     # all groups right without spread: only the penalty acts, as it should
     changes = {"reward__mean": 1.0, "reward__zero_spread_share": 1.0}
     assert titles([record(step, **changes) for step in range(1, 13)]) == []
+    # a reward that was never there does not fall
+    assert titles([record(s, reward__mean=0.1 if s < 7 else 0.0) for s in range(1, 13)]) == []
     # logs of other finders have none of the figures
     assert alerts([{"step": 1, "traces/kept": 0.9}, {"step": 2, "traces/kept": 0.1}]) == []
 
@@ -190,8 +177,6 @@ def test_a_reward_that_falls_is_told_with_its_steps() -> None:
     (alert,) = alerts(fine + fallen)
     assert alert.title == "The reward has collapsed"
     assert "from 0.80 (steps 6 to 10) to 0.30 (the last 5 steps)" in alert.text
-    # one that was never there does not fall
-    assert titles([record(s, reward__mean=0.1 if s < 7 else 0.0) for s in range(1, 13)]) == []
 
 
 @pytest.mark.parametrize(
@@ -217,18 +202,17 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "gates_matrix", lambda model: torch.ones(1, 2))
-    log = RunLog(tmp_path, make_gates=lambda: pytest.fail("no plot is due"))
-    rewards = [0.8] * 6 + [0.1] * 8
+    run = folder_of(tmp_path)
+    log = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
     log.on_train_begin(None, None, None)
-    for step, reward in enumerate(rewards, start=1):
+    for step, reward in enumerate([0.8] * 6 + [0.1] * 8, start=1):
         logs = record(step, reward__mean=reward)
-        del logs["step"]
         log.on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
     assert capsys.readouterr().out.count("warning: The reward has collapsed. The mean reward") == 1
     append_record(tmp_path / "log.jsonl", 15, {"gates/mean": 1.0})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 16, "val')  # torn by a kill
-    again = RunLog(tmp_path, make_gates=lambda: pytest.fail("no plot is due"))
+    again = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
     again.on_train_begin(None, SimpleNamespace(global_step=14), None)
     for name in ("log.jsonl", "gates.jsonl"):
         assert [row["step"] for row in read_log(tmp_path / name)] == list(range(1, 15))
@@ -238,54 +222,28 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     assert capsys.readouterr().out == ""
 
 
-class FakeRun:
-    url, id = "https://wandb.example/run", "abc"
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.artifacts: list[Any] = []
-        self.finished = False
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.artifacts.append(artifact)
-
-    def log(self, record: dict[str, Any], step: int) -> None:
-        self.records.append({"at": step, **record})
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-@pytest.mark.parametrize(
-    ("asked", "login", "used"), [("online", False, "offline"), ("online", True, "online")]
-)
 def test_wandb_gets_sections_and_falls_back_to_offline(
-    asked: str,
-    login: bool,
-    used: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = pytest.importorskip("wandb")
-    run = FakeRun()
-    started: dict[str, Any] = {}
-    monkeypatch.setattr(wandb, "login", lambda **kwargs: login)
-    monkeypatch.setattr(wandb, "init", lambda **kwargs: started.update(kwargs) or run)
-    options = ["--wandb", asked, "--max-steps", "2", "--image-steps", "2"]
+    run = Mock(url="https://wandb.example/run", id="abc")
+    started = Mock(return_value=run)
+    monkeypatch.setattr(wandb, "login", lambda **kwargs: False)
+    monkeypatch.setattr(wandb, "init", started)
+    options = ["--wandb", "online", "--max-steps", "2", "--image-steps", "2"]
     random_run.run(tmp_path / "run", options)
-    assert started["mode"] == used
-    assert started["config"]["l1_beta"] == 0.05
+    assert started.call_args.kwargs["mode"] == "offline"
+    assert started.call_args.kwargs["config"]["l1_beta"] == 0.05
     out = capsys.readouterr().out
-    assert ("no login found" in out) == (asked != used)
+    assert "no login found" in out
     assert run.url in out
-    assert [record["at"] for record in run.records] == [1, 2]
-    first, second = run.records
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [1, 2]
+    first, second = (call.args[0] for call in run.log.call_args_list)
     sent = {"collapse/reward_mean", "convergence/penalty_beta_prime", "heads/gates_mean"}
     assert sent | {"heads/gates", "time/time_step_s", "samples/texts"} <= first.keys()
     plots = {"heads/heat_map", "heads/histogram", "collapse/reward_against_sparsity"}
     assert plots <= second.keys()
-    (artifact,) = run.artifacts
+    (artifact,) = run.log_artifact.call_args.args
     assert set(artifact.manifest.entries) == {"gates.safetensors", "heat_map.png"}
     texts = first["samples/texts"]
     logged = read_log(tmp_path / "run" / "samples.jsonl")
@@ -294,7 +252,7 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     assert len(logged) == 8
     right = checksum_reward([row["text"] for row in logged], [row["answer"] for row in logged])
     assert [row["right"] for row in logged] == right
-    assert run.finished
+    run.finish.assert_called_once_with()
 
 
 def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
