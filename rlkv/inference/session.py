@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.compress import resolve_allocation
@@ -18,6 +16,7 @@ from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.loading import load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
+from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
@@ -275,22 +274,42 @@ class InferSession:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
         trained_with = None if gates is None else gates.training.get("template")
         template = choose_template(config.template, trained_with, model=model)
-        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
         if config.backend == "vllm":
-            assert gates is not None, "checked with the options"
-            assert allocation is not None
-            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
+            from rlkv.vllm.engine import ServingEngine, load_config
+            from rlkv.vllm.settings import ServingSettings
+
+            assert allocation is not None, "checked with the options"
+            serving = ServingSettings.of(allocation, cache)
+            tokenizer = load_tokenizer(model)
+            model_config = load_config(model)
         else:
             loaded, tokenizer = load_model(model, config.dtype, config.device)
-            if gates is not None:
-                gates.check_model(loaded.config)
+            model_config = loaded.config
+        if gates is not None:
+            gates.check_model(model_config)
+        positions = max_positions(model_config)
+        cache.check_positions(positions)
+        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
+        rendered = [render_prompt(tokenizer, text, template) for text in texts]
+        lengths = [len(ids) for ids in tokenizer(rendered, add_special_tokens=False).input_ids]
+        longest = config.longest_answer(positions, max(lengths))
+        if not config.is_chat:  # a chat's turns end at the last position
+            number = max(range(len(lengths)), key=lengths.__getitem__)
+            name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
+            check_length(name, lengths[number], longest, positions)
+        engine: Any
+        if config.backend == "vllm":
+            # room for the longest text and no more
+            engine = ServingEngine(
+                model,
+                serving,
+                config.batch_size,
+                dtype=config.dtype,
+                max_positions=max(lengths) + longest,
+            )
+        else:
             heads = resolve_allocation(loaded, allocation)
             engine = InferenceEngine(loaded, tokenizer, heads, cache, config.batch_size)
-        rendered = [render_prompt(engine.tokenizer, text, template) for text in texts]
-        lengths = engine.prompt_lengths(rendered)
-        longest = config.longest_answer(engine.max_positions, max(lengths))
-        if not config.is_chat:  # a chat's turns end at the last position
-            check_longest(lengths, longest, engine.max_positions)
         settings = {
             "model": model,
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
@@ -316,66 +335,13 @@ class InferSession:
         return render_prompt(self.engine.tokenizer, problem, self.template)
 
 
-def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> None:
-    """Raise ValueError if the longest prompt does not fit, before anything is written."""
-    number = max(range(len(lengths)), key=lengths.__getitem__)
-    name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
-    check_length(name, lengths[number], max_new_tokens, positions)
-
-
-def _open_vllm(
-    config: InferConfig,
-    name: str,
-    gates: HeadGates,
-    allocation: HeadAllocation,
-    cache: CacheSettings,
-    problems: list[str],
-    template: str,
-) -> Any:
-    from rlkv.vllm.engine import ServingEngine, load_config
-    from rlkv.vllm.settings import ServingSettings
-
-    tokenizer = load_tokenizer(name)
-    settings = ServingSettings.of(allocation, cache)
-    model_config = load_config(name)
-    gates.check_model(model_config)
-    texts = [render_prompt(tokenizer, problem, template) for problem in problems]
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-    longest = max(lengths)
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    cache.check_positions(limit)
-    longest_answer = config.longest_answer(limit, longest)
-    check_longest(lengths, longest_answer, limit)
-    # room for the longest text and no more; what the model does not take is refused with its prompt
-    positions = longest + longest_answer
-    return ServingEngine(
-        name, settings, config.batch_size, dtype=config.dtype, max_positions=positions
-    )
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """The outcome of a run.
-
-    Attributes:
-        rows: all lines of the output.
-        resumed: how many of them were there before.
-        usages: of the new ones, with the small cache ("") and, if asked for, the full one
-            ("_full"); what it gave has fields of the rows with this suffix.
-    """
-
-    rows: list[dict[str, Any]]
-    resumed: int
-    usages: dict[str, Usage]
-
-    def accuracy(self, suffix: str) -> tuple[float, int] | None:
-        """Return the share of right answers, and of how many; None if the input has none."""
-        judged = [row["correct" + suffix] for row in self.rows if "correct" + suffix in row]
-        return (sum(judged) / len(judged), len(judged)) if judged else None
-
-
-def run_batches(session: InferSession) -> BatchReport:
+def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[str, Usage]]:
     """Decode the problems of ``--input`` that ``--output`` does not answer yet, batch by batch.
+
+    Returns:
+        All rows of the output, how many of them were there before, and what the new ones cost:
+        with the small cache ("") and, if asked for, with the full one ("_full").  What each gave
+        has fields of the rows with this suffix.
 
     Raises:
         ValueError: for an output of other settings, one that was edited or that another process is
@@ -431,7 +397,7 @@ def run_batches(session: InferSession) -> BatchReport:
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
-        return BatchReport(store.rows, resumed, usages)
+        return store.rows, resumed, usages
 
 
 def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:
