@@ -320,7 +320,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        changed = {"eos_token_id": 0, "max_position_embeddings": 700}
+        changed = {"eos_token_id": 0, "max_position_embeddings": 600}
         path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return folder
 
