@@ -27,9 +27,8 @@ from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.files import check_new
 
-FROM = "Gates file, folder or hub address."
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
-Gates = Annotated[Positional[str], arg(metavar="GATES", help=FROM)]
+Gates = Annotated[Positional[str], arg(metavar="GATES", help="Gates file, folder or hub address.")]
 Out = Annotated[Positional[Path], arg(metavar="OUT")]
 
 
