@@ -201,15 +201,14 @@ def run_check(config: CheckConfig) -> int:
     parts = list(CHECK_FILES) if config.part is None else [config.part]
     for part in parts:
         check_results(config.output_dir, f"part{part}.json", (), {"results"})
-    failed = 0
+    codes = []
     for part in parts:
         file = config.output_dir.resolve() / f"part{part}.json"
         tests = [str(folder / name) for name in CHECK_FILES[part]]
         command = [sys.executable, "-m", "pytest", "-v", "-o", "timeout=600"]
         command += ["--figures", str(file), *tests]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        failed = failed or int(code != 0)
-    return failed
+        codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    return int(any(codes))
 
 
 filter_main = partial(run_app, run_filter_job)

@@ -96,91 +96,79 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
 
     def check(self) -> None:
         """Raise ValueError for options that contradict each other."""
-        for is_refused, sentence in [*self._task(), *self._heads(), *self._vllm()]:
-            if is_refused:
-                raise ValueError(sentence)
+        self._check_task()
+        self._check_heads()
+        if self.backend == "vllm":
+            self._check_vllm()
 
-    def _task(self) -> list[tuple[bool, str]]:
+    def _check_task(self) -> None:
         prompt = self.prompt
-        return [
-            (
-                prompt is not None and (self.input is not None or self.output is not None),
+        if prompt is not None and (self.input is not None or self.output is not None):
+            raise ValueError(
                 "--prompt answers one text, --input and --output a file of them: pass one or the "
-                "other",
-            ),
-            (
-                (self.input is None) != (self.output is None),
-                "--input and --output belong together: the problems, and where their answers go",
-            ),
-            (
-                prompt is not None and not prompt.strip(),
-                "--prompt is empty: there is nothing to answer",
-            ),
-            (
-                prompt is not None and not is_text(prompt),
-                "--prompt holds bytes that are no UTF-8: write it in UTF-8",
-            ),
-            (
-                self.compare_full and self.is_chat,
-                "--compare-full needs --prompt or --input: a chat continues with one cache only",
-            ),
-        ]
+                "other"
+            )
+        if (self.input is None) != (self.output is None):
+            raise ValueError(
+                "--input and --output belong together: the problems, and where their answers go"
+            )
+        if prompt is not None and not prompt.strip():
+            raise ValueError("--prompt is empty: there is nothing to answer")
+        if prompt is not None and not is_text(prompt):
+            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
+        if self.compare_full and self.is_chat:
+            raise ValueError(
+                "--compare-full needs --prompt or --input: a chat continues with one cache only"
+            )
 
-    def _heads(self) -> list[tuple[bool, str]]:
+    def _check_heads(self) -> None:
         of_policy = (self.budget, self.ratio, self.eviction_option or None)
         of_window = (self.sink, self.window, self.protect_prompt)
-        has_policy = self.eviction is not None
-        has_gates = self.gates_source is not None
-        return [
-            (
-                not has_policy and any(value is not None for value in of_policy),
+        if self.eviction is None and any(value is not None for value in of_policy):
+            raise ValueError(
                 "--budget, --ratio and --eviction-option need --eviction, the policy that they are "
-                "for",
-            ),
-            (
-                has_policy and any(value is not None for value in of_window),
+                "for"
+            )
+        if self.eviction is not None and any(value is not None for value in of_window):
+            raise ValueError(
                 "--sink, --window and --protect-prompt do not apply with --eviction: use the "
-                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true",
-            ),
-            (
-                not has_gates and not has_policy,
+                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true"
+            )
+        if self.gates_source is not None:
+            return
+        if self.eviction is None:
+            raise ValueError(
                 "--gates is missing: pass the gates file that says which heads need the whole past "
                 "('tiny' or 'smol' for a built-in model's, or one that rlkv-train wrote), or "
-                "--eviction to drop tokens in all heads",
-            ),
-            (
-                not has_gates and self.sparsity is not None,
-                "--sparsity needs --gates: without them --eviction drops tokens in all heads",
-            ),
-            (
-                not has_gates and self.backend == "vllm",
-                "--backend vllm needs --gates; for all heads, --sparsity 1",
-            ),
-            (
-                not has_gates and self.model is None,
-                "--model is missing: without --gates nothing names the model",
-            ),
-        ]
+                "--eviction to drop tokens in all heads"
+            )
+        if self.sparsity is not None:
+            raise ValueError(
+                "--sparsity needs --gates: without them --eviction drops tokens in all heads"
+            )
+        if self.backend == "vllm":
+            raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
+        if self.model is None:
+            raise ValueError("--model is missing: without --gates nothing names the model")
 
-    def _vllm(self) -> list[tuple[bool, str]]:
-        if self.backend == "hf":
-            return []
-        return [
-            (
-                self.compare_full,
-                "--compare-full does not work with --backend vllm: leave out one of the two",
-            ),
-            (
-                self.prefill == "published",
-                "--prefill published does not work with --backend vllm: use full or local",
-            ),
-            (
-                self.device != "auto",
+    def _check_vllm(self) -> None:
+        if self.compare_full:
+            raise ValueError(
+                "--compare-full does not work with --backend vllm: leave out one of the two"
+            )
+        if self.prefill == "published":
+            raise ValueError(
+                "--prefill published does not work with --backend vllm: use full or local"
+            )
+        if self.device != "auto":
+            raise ValueError(
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
-                "GPUs",
-            ),
-            (self.is_chat, "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"),
-        ]
+                "GPUs"
+            )
+        if self.is_chat:
+            raise ValueError(
+                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"
+            )
 
     def policy(self) -> EvictionPolicy | None:
         """Return the eviction policy of the compressible heads; None: they keep a window.
