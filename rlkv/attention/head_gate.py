@@ -63,8 +63,8 @@ class HeadGateConfig(PeftConfig):
         target_modules: names of the gated attention modules; None: every layer with full attention.
         exclude_modules: names of attention modules without gates.
         modules_to_save: not used: only gates are trained.
-        num_layers, num_kv_heads: shape of the model that the gates are for; None: that of the first
-            one they are put on.
+        num_layers: of the model that the gates are for; None: of the first they are put on.
+        num_kv_heads: likewise.
     """
 
     sink: int = 128

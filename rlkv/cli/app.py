@@ -21,6 +21,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import (
@@ -171,7 +172,8 @@ def parse_groups(
         listed = []
         for name, member in members.items():
             if member.metadata.get("group", OTHERS) == group and (group != OTHERS or name in used):
-                listed.append(_entry(member, hints[name]))
+                shown = tyro.conf.arg(help=member.metadata.get("help", ""))
+                listed.append((name, Annotated[hints[name], shown], copy(member)))
         if listed:
             inner = make_dataclass(group, listed)
             inner.__doc__ = heading
@@ -214,14 +216,6 @@ def _run_tyro(
     prog = prog or Path(sys.argv[0]).name
     omit = (tyro.conf.OmitArgPrefixes,)
     return tyro.cli(kind, args=given, description=text, prog=prog, config=omit)
-
-
-def _entry(member: Field[Any], hint: Any) -> tuple[str, Any, Any]:
-    """Return a field for ``make_dataclass`` with the name, help and default of ``member``."""
-    hint = Annotated[hint, tyro.conf.arg(help=member.metadata.get("help", ""))]
-    if callable(member.default_factory):
-        return member.name, hint, field(default_factory=member.default_factory)
-    return member.name, hint, field(default=member.default)
 
 
 def _plain(hint: Any) -> Any:

@@ -27,6 +27,10 @@ from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.files import check_new
 
+Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
+Gates = Annotated[Positional[str], arg(metavar="GATES", help="Gates file, folder or hub address.")]
+Out = Annotated[Positional[Path], arg(metavar="OUT")]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -50,11 +54,6 @@ class Report:
         print(out)
 
 
-Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
-Gates = Annotated[Positional[str], arg(metavar="GATES")]
-Out = Annotated[Positional[Path], arg(metavar="OUT")]
-
-
 @dataclass(frozen=True)
 class Push:
     """Publish gates on the Hugging Face hub: a PEFT adapter, a model card and a heat map.
@@ -64,7 +63,6 @@ class Push:
     """
 
     gates: Gates
-    """Gates file, folder or hub address."""
     address: Address
     """Repository of the hub, which is made if it is absent."""
     evaluation: Path | None = None
@@ -115,7 +113,6 @@ class Inspect:
     """
 
     gates: Gates
-    """Gates file, folder or hub address."""
     sparsities: tuple[float, ...] = SPARSITIES
     """Shares of compressible heads to show."""
     scope: str = "global"
@@ -148,7 +145,6 @@ class _Writes:
     """Options of what makes OUT of GATES."""
 
     gates: Gates
-    """Gates file, folder or hub address."""
     out: Out
     """What to write."""
     overwrite: bool = False

@@ -152,20 +152,20 @@ def _answer_vllm(session: InferSession, prompt: str) -> None:
 def _answer_file(session: InferSession) -> None:
     from rlkv.inference.session import run_batches
 
-    report = run_batches(session)
-    earlier = f", {report.resumed} of them from an earlier run" if report.resumed else ""
-    _say(f"{len(report.rows)} answers in {session.config.output}{earlier}")
-    for suffix, usage in report.usages.items():
+    rows, resumed, usages = run_batches(session)
+    earlier = f", {resumed} of them from an earlier run" if resumed else ""
+    _say(f"{len(rows)} answers in {session.config.output}{earlier}")
+    for suffix, usage in usages.items():
         name = "full cache" if suffix else "compressed"
         if usage.tokens:
             heads = "" if suffix else f", {session.heads()}"
             _say(f"{name}  {usage.summary()} (largest batch){heads}")
-        accuracy = report.accuracy(suffix)
-        if accuracy is not None:
-            share, graded = accuracy
-            without = len(report.rows) - graded
+        judged = [row["correct" + suffix] for row in rows if "correct" + suffix in row]
+        if judged:
+            without = len(rows) - len(judged)
             note = f", {without} more have no answer to compare with" if without else ""
-            _say(f"{name}  accuracy {share:.4f} over {graded} problems{note}")
+            share = sum(judged) / len(judged)
+            _say(f"{name}  accuracy {share:.4f} over {len(judged)} problems{note}")
 
 
 def _chat(session: InferSession) -> None:

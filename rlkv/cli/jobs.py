@@ -6,13 +6,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rlkv.cli.app import parse, parse_command, run_app
-
-if TYPE_CHECKING:
-    from rlkv.benchmarks.turns import DecodeConfig
 
 FILTER = """Build a curriculum of problems that the full-cache model solves, by output length.
 
@@ -79,27 +77,14 @@ BENCH = """Speed and memory of the compressed cache.
     rlkv-bench decode     # a decode step against transformers' own caches, 15 minutes on 2 cores
     rlkv-bench serving    # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
     rlkv-bench check      # what breaks first on a GPU: the tests in tests/gpu of a checkout
-
-decode: a random Llama of about 100 M parameters (8 KV heads of 64, two query heads each) decodes
-with HeadReallocationCache at several sparsities and with transformers' DynamicCache and
-StaticCache (sdpa), taking turns.  --layer measures one attention layer instead, --eviction an
-eviction of every policy, --texts whole texts by method.  Writes decode.json, .md and .png, or
-decode_layer, decode_eviction, decode_texts.
-
-serving: vllm bench throughput with the stock engine and with the plugin at several sparsities, in
-turns, with the same requests and bytes of KV pool.  With --eviction each sparsity is also run with
-that policy in the compressible heads.  Writes serving.json, .md and .png.
-
-check: three parts of under three minutes on an H100: kernels, cache, eviction; attention; a gate
-update, a rollout and decoding.  On a CPU the same runs at small sizes.  Writes part1.json,
-part2.json and part3.json, with hardware, versions, every figure and outcome.  Exit code 1 if a test
-fails.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """What breaks first on a GPU, in three parts of under three minutes on an H100.
+    """What breaks first on a GPU, in three parts of under three minutes on an H100; small on a CPU.
+
+    Writes hardware, versions, every figure and outcome.  The exit code is 1 if a test fails.
 
     rlkv-bench check --part 1    # SDPA backends, kernels, cache and eviction
     rlkv-bench check --part 2    # mixed and local attention (FlexAttention)
@@ -182,12 +167,7 @@ def run_bench() -> None:
     check_results(config.output_dir, f"{name}.json", (f"{name}.md", f"{name}.png"), {"results"})
     if isinstance(config, ServingConfig):
         run_serving(config)
-    else:
-        run_decode(config.sized())
-
-
-def run_decode(config: DecodeConfig) -> None:
-    """Run the measurement that the options ask for."""
+        return
     import torch
 
     from rlkv.benchmarks.decode import measure_steps
@@ -196,12 +176,12 @@ def run_decode(config: DecodeConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(0)
+    measure = measure_steps
     if config.texts:
-        measure_texts(config)
+        measure = measure_texts
     elif config.eviction:
-        measure_evictions(config)
-    else:
-        measure_steps(config)
+        measure = measure_evictions
+    measure(config.sized())
 
 
 def run_check(config: CheckConfig) -> int:
@@ -221,32 +201,17 @@ def run_check(config: CheckConfig) -> int:
     parts = list(CHECK_FILES) if config.part is None else [config.part]
     for part in parts:
         check_results(config.output_dir, f"part{part}.json", (), {"results"})
-    failed = 0
+    codes = []
     for part in parts:
         file = config.output_dir.resolve() / f"part{part}.json"
         tests = [str(folder / name) for name in CHECK_FILES[part]]
         command = [sys.executable, "-m", "pytest", "-v", "-o", "timeout=600"]
         command += ["--figures", str(file), *tests]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        failed = failed or int(code != 0)
-    return failed
+        codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    return int(any(codes))
 
 
-def filter_main() -> None:
-    """Run ``rlkv-filter``."""
-    run_app(run_filter_job)
-
-
-def eval_main() -> None:
-    """Run ``rlkv-eval``."""
-    run_app(run_eval)
-
-
-def study_main() -> None:
-    """Run ``rlkv-study``."""
-    run_app(run_study_job)
-
-
-def bench_main() -> None:
-    """Run ``rlkv-bench``."""
-    run_app(run_bench)
+filter_main = partial(run_app, run_filter_job)
+eval_main = partial(run_app, run_eval)
+study_main = partial(run_app, run_study_job)
+bench_main = partial(run_app, run_bench)

@@ -353,8 +353,9 @@ def compress(
             which needs an ``eviction`` policy.
         sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or
             without gates.
-        sink, window: first and last tokens of each row that a compressible head keeps; the current
-            one counts.  None: what the gates recommend for serving, 16 and 64 with a
+        sink: first tokens of each row that a compressible head keeps; None: what the gates
+            recommend for serving, 16 with a ``HeadAllocation``.
+        window: last tokens that it keeps, the current one included; None: as above, 64 with a
             ``HeadAllocation``.
         prefill: ``"full"``: all heads read a prompt in full and compress it afterwards;
             ``"local"``: compressible heads read it through sinks and window too, as in training;

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.compress import resolve_allocation
@@ -18,6 +16,7 @@ from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.loading import load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
+from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
@@ -97,91 +96,79 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
 
     def check(self) -> None:
         """Raise ValueError for options that contradict each other."""
-        for is_refused, sentence in [*self._task(), *self._heads(), *self._vllm()]:
-            if is_refused:
-                raise ValueError(sentence)
+        self._check_task()
+        self._check_heads()
+        if self.backend == "vllm":
+            self._check_vllm()
 
-    def _task(self) -> list[tuple[bool, str]]:
+    def _check_task(self) -> None:
         prompt = self.prompt
-        return [
-            (
-                prompt is not None and (self.input is not None or self.output is not None),
+        if prompt is not None and (self.input is not None or self.output is not None):
+            raise ValueError(
                 "--prompt answers one text, --input and --output a file of them: pass one or the "
-                "other",
-            ),
-            (
-                (self.input is None) != (self.output is None),
-                "--input and --output belong together: the problems, and where their answers go",
-            ),
-            (
-                prompt is not None and not prompt.strip(),
-                "--prompt is empty: there is nothing to answer",
-            ),
-            (
-                prompt is not None and not is_text(prompt),
-                "--prompt holds bytes that are no UTF-8: write it in UTF-8",
-            ),
-            (
-                self.compare_full and self.is_chat,
-                "--compare-full needs --prompt or --input: a chat continues with one cache only",
-            ),
-        ]
+                "other"
+            )
+        if (self.input is None) != (self.output is None):
+            raise ValueError(
+                "--input and --output belong together: the problems, and where their answers go"
+            )
+        if prompt is not None and not prompt.strip():
+            raise ValueError("--prompt is empty: there is nothing to answer")
+        if prompt is not None and not is_text(prompt):
+            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
+        if self.compare_full and self.is_chat:
+            raise ValueError(
+                "--compare-full needs --prompt or --input: a chat continues with one cache only"
+            )
 
-    def _heads(self) -> list[tuple[bool, str]]:
+    def _check_heads(self) -> None:
         of_policy = (self.budget, self.ratio, self.eviction_option or None)
         of_window = (self.sink, self.window, self.protect_prompt)
-        has_policy = self.eviction is not None
-        has_gates = self.gates_source is not None
-        return [
-            (
-                not has_policy and any(value is not None for value in of_policy),
+        if self.eviction is None and any(value is not None for value in of_policy):
+            raise ValueError(
                 "--budget, --ratio and --eviction-option need --eviction, the policy that they are "
-                "for",
-            ),
-            (
-                has_policy and any(value is not None for value in of_window),
+                "for"
+            )
+        if self.eviction is not None and any(value is not None for value in of_window):
+            raise ValueError(
                 "--sink, --window and --protect-prompt do not apply with --eviction: use the "
-                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true",
-            ),
-            (
-                not has_gates and not has_policy,
+                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true"
+            )
+        if self.gates_source is not None:
+            return
+        if self.eviction is None:
+            raise ValueError(
                 "--gates is missing: pass the gates file that says which heads need the whole past "
                 "('tiny' or 'smol' for a built-in model's, or one that rlkv-train wrote), or "
-                "--eviction to drop tokens in all heads",
-            ),
-            (
-                not has_gates and self.sparsity is not None,
-                "--sparsity needs --gates: without them --eviction drops tokens in all heads",
-            ),
-            (
-                not has_gates and self.backend == "vllm",
-                "--backend vllm needs --gates; for all heads, --sparsity 1",
-            ),
-            (
-                not has_gates and self.model is None,
-                "--model is missing: without --gates nothing names the model",
-            ),
-        ]
+                "--eviction to drop tokens in all heads"
+            )
+        if self.sparsity is not None:
+            raise ValueError(
+                "--sparsity needs --gates: without them --eviction drops tokens in all heads"
+            )
+        if self.backend == "vllm":
+            raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
+        if self.model is None:
+            raise ValueError("--model is missing: without --gates nothing names the model")
 
-    def _vllm(self) -> list[tuple[bool, str]]:
-        if self.backend == "hf":
-            return []
-        return [
-            (
-                self.compare_full,
-                "--compare-full does not work with --backend vllm: leave out one of the two",
-            ),
-            (
-                self.prefill == "published",
-                "--prefill published does not work with --backend vllm: use full or local",
-            ),
-            (
-                self.device != "auto",
+    def _check_vllm(self) -> None:
+        if self.compare_full:
+            raise ValueError(
+                "--compare-full does not work with --backend vllm: leave out one of the two"
+            )
+        if self.prefill == "published":
+            raise ValueError(
+                "--prefill published does not work with --backend vllm: use full or local"
+            )
+        if self.device != "auto":
+            raise ValueError(
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
-                "GPUs",
-            ),
-            (self.is_chat, "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"),
-        ]
+                "GPUs"
+            )
+        if self.is_chat:
+            raise ValueError(
+                "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"
+            )
 
     def policy(self) -> EvictionPolicy | None:
         """Return the eviction policy of the compressible heads; None: they keep a window.
@@ -275,22 +262,42 @@ class InferSession:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
         trained_with = None if gates is None else gates.training.get("template")
         template = choose_template(config.template, trained_with, model=model)
-        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
         if config.backend == "vllm":
-            assert gates is not None, "checked with the options"
-            assert allocation is not None
-            engine: Any = _open_vllm(config, model, gates, allocation, cache, texts, template)
+            from rlkv.vllm.engine import ServingEngine, load_config
+            from rlkv.vllm.settings import ServingSettings
+
+            assert allocation is not None, "checked with the options"
+            serving = ServingSettings.of(allocation, cache)
+            tokenizer = load_tokenizer(model)
+            model_config = load_config(model)
         else:
             loaded, tokenizer = load_model(model, config.dtype, config.device)
-            if gates is not None:
-                gates.check_model(loaded.config)
+            model_config = loaded.config
+        if gates is not None:
+            gates.check_model(model_config)
+        positions = max_positions(model_config)
+        cache.check_positions(positions)
+        texts = [problem["problem"] for problem in problems] or [config.prompt or ""]
+        rendered = [render_prompt(tokenizer, text, template) for text in texts]
+        lengths = [len(ids) for ids in tokenizer(rendered, add_special_tokens=False).input_ids]
+        longest = config.longest_answer(positions, max(lengths))
+        if not config.is_chat:  # a chat's turns end at the last position
+            number = max(range(len(lengths)), key=lengths.__getitem__)
+            name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
+            check_length(name, lengths[number], longest, positions)
+        engine: Any
+        if config.backend == "vllm":
+            # room for the longest text and no more
+            engine = ServingEngine(
+                model,
+                serving,
+                config.batch_size,
+                dtype=config.dtype,
+                max_positions=max(lengths) + longest,
+            )
+        else:
             heads = resolve_allocation(loaded, allocation)
             engine = InferenceEngine(loaded, tokenizer, heads, cache, config.batch_size)
-        rendered = [render_prompt(engine.tokenizer, text, template) for text in texts]
-        lengths = engine.prompt_lengths(rendered)
-        longest = config.longest_answer(engine.max_positions, max(lengths))
-        if not config.is_chat:  # a chat's turns end at the last position
-            check_longest(lengths, longest, engine.max_positions)
         settings = {
             "model": model,
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
@@ -316,66 +323,13 @@ class InferSession:
         return render_prompt(self.engine.tokenizer, problem, self.template)
 
 
-def check_longest(lengths: list[int], max_new_tokens: int, positions: int) -> None:
-    """Raise ValueError if the longest prompt does not fit, before anything is written."""
-    number = max(range(len(lengths)), key=lengths.__getitem__)
-    name = f"problem {number + 1}" if len(lengths) > 1 else "the prompt"
-    check_length(name, lengths[number], max_new_tokens, positions)
-
-
-def _open_vllm(
-    config: InferConfig,
-    name: str,
-    gates: HeadGates,
-    allocation: HeadAllocation,
-    cache: CacheSettings,
-    problems: list[str],
-    template: str,
-) -> Any:
-    from rlkv.vllm.engine import ServingEngine, load_config
-    from rlkv.vllm.settings import ServingSettings
-
-    tokenizer = load_tokenizer(name)
-    settings = ServingSettings.of(allocation, cache)
-    model_config = load_config(name)
-    gates.check_model(model_config)
-    texts = [render_prompt(tokenizer, problem, template) for problem in problems]
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-    longest = max(lengths)
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    cache.check_positions(limit)
-    longest_answer = config.longest_answer(limit, longest)
-    check_longest(lengths, longest_answer, limit)
-    # room for the longest text and no more; what the model does not take is refused with its prompt
-    positions = longest + longest_answer
-    return ServingEngine(
-        name, settings, config.batch_size, dtype=config.dtype, max_positions=positions
-    )
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """The outcome of a run.
-
-    Attributes:
-        rows: all lines of the output.
-        resumed: how many of them were there before.
-        usages: of the new ones, with the small cache ("") and, if asked for, the full one
-            ("_full"); what it gave has fields of the rows with this suffix.
-    """
-
-    rows: list[dict[str, Any]]
-    resumed: int
-    usages: dict[str, Usage]
-
-    def accuracy(self, suffix: str) -> tuple[float, int] | None:
-        """Return the share of right answers, and of how many; None if the input has none."""
-        judged = [row["correct" + suffix] for row in self.rows if "correct" + suffix in row]
-        return (sum(judged) / len(judged), len(judged)) if judged else None
-
-
-def run_batches(session: InferSession) -> BatchReport:
+def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[str, Usage]]:
     """Decode the problems of ``--input`` that ``--output`` does not answer yet, batch by batch.
+
+    Returns:
+        All rows of the output, how many of them were there before, and what the new ones cost:
+        with the small cache ("") and, if asked for, with the full one ("_full").  What each gave
+        has fields of the rows with this suffix.
 
     Raises:
         ValueError: for an output of other settings, one that was edited or that another process is
@@ -431,7 +385,7 @@ def run_batches(session: InferSession) -> BatchReport:
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
-        return BatchReport(store.rows, resumed, usages)
+        return store.rows, resumed, usages
 
 
 def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:

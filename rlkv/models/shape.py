@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ def same_model(first: str, second: str) -> bool:
     if len(folders) == 2:
         return folders[0].samefile(folders[1])
     return bool(folders) and Path(first).absolute().name == Path(second).absolute().name
+
+
+def max_positions(config: Any) -> int:
+    """Return how many positions a model of this config has; no limit if it names none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @dataclass(frozen=True)

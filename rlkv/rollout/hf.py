@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rlkv.attention import LocalSizes
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.reallocation import full_cache
+from rlkv.models.shape import max_positions
 from rlkv.rollout.base import (
     Completion,
     RolloutEngine,
@@ -52,9 +52,7 @@ class HFEngine(RolloutEngine):
 
     @property
     def max_positions(self) -> int:
-        """The model's ``max_position_embeddings`` (no limit if its config has none)."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or sys.maxsize
+        return max_positions(self.model.config)
 
     def stream(
         self,

@@ -101,7 +101,8 @@ def problems(
     """Draw ``n`` problems as ``{"problem", "answer"}``, the same for the same arguments.
 
     Args:
-        min_steps, max_steps: computations on the way to the answer, drawn uniformly.
+        min_steps: fewest computations on the way to the answer, drawn uniformly.
+        max_steps: most of them.
         held_out_names: take the names that fine-tuning never saw.
 
     Raises:

@@ -32,10 +32,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         ValueError: if ``path`` is a folder, a device or a pipe.
         OSError: if the disk refuses, always with ``path`` as the name of the file.
     """
+    check_file(Path(path))
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        kind = "folder" if target.is_dir() else "device or pipe"
-        raise ValueError(f"{path} is a {kind}: give the name of a file")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         make_folder(target.parent)
@@ -50,6 +48,13 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the folder is a file, or cannot be changed: nothing was written
             partial.unlink(missing_ok=True)
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError if the name is that of a folder, a device or a pipe."""
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device or pipe"
+        raise ValueError(f"{path} is a {kind}: give the name of a file")
 
 
 def make_folder(folder: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from rlkv.utils.files import (
     append_whole,
+    check_file,
     check_folder,
     make_folder,
     parse_json,
@@ -145,11 +146,7 @@ def check_output(path: Path) -> None:
     A command calls this before it loads a model; :func:`open_store` does so too.
     """
     check_folder(path.parent)
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "device or pipe"
-        raise ValueError(
-            f"{path} is a {kind}: give the name of a file, which a stopped run can go on from"
-        )
+    check_file(path)
     noted = settings_path(path)
     if noted.exists() and not _is_noted(noted):
         raise ValueError(

@@ -113,22 +113,6 @@ def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(ask: Ask) -> No
     assert "the same tokens" in err
 
 
-def test_sampling_follows_the_seed(ask: Ask) -> None:
-    texts = [ask("--temperature", 1, "--seed", seed, *PROMPT)[0] for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_chat_goes_on_with_its_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = "a=7 . find a ?\n\nb=1 . find b ?\n/reset\na=7 . find a ?\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(messages))
-    out, err = ask("--max-new-tokens", 20, "--prefill", "local")
-    first, _, again = [line for line in out.splitlines() if line.strip()]
-    assert first == again
-    bytes_full = [int(n.replace(",", "")) for n in re.findall(r"/ ([\d,]+) \(", err)]
-    assert bytes_full[1] > bytes_full[0] == bytes_full[2]
-    assert "read again" not in err
-
-
 # --- files
 
 
@@ -336,7 +320,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        changed = {"eos_token_id": 0, "max_position_embeddings": 700}
+        changed = {"eos_token_id": 0, "max_position_embeddings": 600}
         path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return folder
 

@@ -19,16 +19,11 @@ from tests.helpers.fake_hub import COMMIT, REPO, FakeHub, run_with_hub, serve
 from tests.helpers.gates import make_gates
 
 
-@pytest.mark.parametrize(("plot", "shape"), [(plot_gates, (1, 1)), (plot_histogram, (28, 4))])
-def test_plots_are_of_a_legible_size(
-    plot: Callable[[HeadGates, Path], None], shape: tuple[int, int], tmp_path: Path
-) -> None:
-    plot(HeadGates(torch.linspace(0, 1, shape[0] * shape[1]).view(shape)), tmp_path / "gates.png")
-    height, width = matplotlib.image.imread(tmp_path / "gates.png").shape[:2]
-    assert 300 <= height <= 1600
-    assert 600 <= width <= 2400
+@pytest.mark.parametrize("plot", [plot_gates, plot_histogram])
+def test_another_suffix_is_refused(plot: Callable[[HeadGates, Path], None], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'txt'.*\.png"):
         plot(HeadGates(torch.zeros(2, 2)), tmp_path / "gates.txt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_heat_map_shows_every_gate_in_its_colour(tmp_path: Path) -> None:

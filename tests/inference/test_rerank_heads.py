@@ -33,22 +33,22 @@ def test_program(
     (tmp_path / "curriculum.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--gates", str(tmp_path / "gates.pt"), "--output", str(tmp_path / "out.pt")]
     options += ["--curriculum", str(tmp_path / "curriculum.jsonl"), "--low", "0.9", "--high", "1"]
-    assert run_program(monkeypatch, *options, "--num-traces", "3") == 2
-    assert "names no model: pass --model" in capsys.readouterr().err
-    assert run_program(monkeypatch, *options, "--num-traces", "3", "--model", "tiny") == 0
+    options += ["--num-traces", "3"]
+    named = [*options, "--model", "tiny"]
+
+    def refused(*given: str) -> str:
+        assert run_program(monkeypatch, *given) == 2
+        return capsys.readouterr().err
+
+    assert "names no model: pass --model" in refused(*options)
+    assert run_program(monkeypatch, *named) == 0
     result = HeadGates.load(tmp_path / "out.pt")
     kept = gates.alpha <= 0.9
     assert kept.sum() == 21
     assert result.alpha[kept].equal(gates.alpha[kept])
     facts = result.training["reranked"]
     assert (facts["low"], facts["high"], facts["traces"], facts["seed"]) == (0.9, 1.0, 3, 0)
-    assert run_program(monkeypatch, *options, "--num-traces", "3", "--model", "tiny") == 2
-    assert "out.pt exists" in capsys.readouterr().err
+    assert "out.pt exists" in refused(*named)
     assert HeadGates.load(tmp_path / "out.pt") == result
-    assert (
-        run_program(monkeypatch, *options, "--num-traces", "4", "--model", "tiny", "--overwrite")
-        == 2
-    )
-    assert "has only 3" in capsys.readouterr().err
-    assert run_program(monkeypatch, *options[:3], str(tmp_path / "out.csv"), *options[4:]) == 2
-    assert "out.csv" in capsys.readouterr().err
+    assert "has only 3" in refused(*named, "--num-traces", "4", "--overwrite")
+    assert "out.csv" in refused(*named, "--output", str(tmp_path / "out.csv"))

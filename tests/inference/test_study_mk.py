@@ -24,15 +24,8 @@ from tests.helpers.programs import load_program
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 FOLDER = Path("results/of_tests")
-METHODS = [
-    "RLKV",
-    "RLKV re-ranked",
-    "elimination",
-    "distilled elimination",
-    "traces",
-    "traces re-ranked",
-    "DuoAttention",
-]
+METHODS = ["RLKV", "RLKV re-ranked", "elimination", "distilled elimination"]
+METHODS += ["traces", "traces re-ranked", "DuoAttention"]
 VARIANTS = ["no self-distilled data", "no adaptive weight", "beta x 0.2", "beta x 5"]
 KINDS = {
     "data_prep/filter_deepscaler.py": FilterConfig,
@@ -137,31 +130,14 @@ def test_every_program_knows_its_options(
 def test_the_report_gets_every_run(model: str, quick: str) -> None:
     *found, cells, study = stages("study", model, quick)
     assert cells.options == [*study.options, "--measure-only"]
-    given: dict[str, list[list[str]]] = {}
-    for word in study.options:
-        if word.startswith("--"):
-            given[word] = words = []
-        else:
-            words.append(word.split("="))
-    names = [name for name, _ in given["--gates"]]
-    assert list(dict.fromkeys(names)) == METHODS
-    assert (
-        names.count("RLKV")
-        == names.count("traces re-ranked")
-        == (2 if quick or model == "smol" else 3)
-    )
-    assert names.count("traces") == names.count("DuoAttention") == (2 if quick else 3)
-    variants = [name for name, _ in given.get("--ablation", [])]
-    assert list(dict.fromkeys(variants)) == (VARIANTS if model == "tiny" else [])
-    assert len(variants) == (0 if model == "smol" else 4 if quick else 8)
-    files = [
-        Path(file) for option in ("--gates", "--ablation") for _, file in given.get(option, [])
-    ]
-    made = [
-        stage.folder
-        for stage in found
-        if stage.program.startswith("train/") or "rerank" in stage.program
-    ]
+    given = [word.split("=") for word in study.options if "=" in word]
+    names = [name for name, _ in given]
+    assert list(dict.fromkeys(names)) == METHODS + (VARIANTS if model == "tiny" else [])
+    assert names.count("RLKV") == (2 if quick or model == "smol" else 3)
+    assert names.count("traces") == (2 if quick else 3)
+    files = [Path(file) for _, file in given]
+    trained = ("train/", "inference/rerank")
+    made = [stage.folder for stage in found if stage.program.startswith(trained)]
     assert sorted(file if file.stem == "reranked" else file.parent for file in files) == sorted(
         made
     )
@@ -213,6 +189,10 @@ def stub(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def programs(calls: Path) -> list[str]:
+    return [Path(line.split()[1]).stem for line in calls.read_text().splitlines()]
+
+
 def test_stages_run_once_and_again_when_what_they_need_is_newer(
     tmp_path: Path, stub: dict[str, str]
 ) -> None:
@@ -223,9 +203,8 @@ def test_stages_run_once_and_again_when_what_they_need_is_newer(
     assert not (out / "gates.pt").exists()
     done = make("demo", out, **stub)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [Path(line.split()[1]).stem for line in calls.read_text().splitlines()] == [
-        *("filter_deepscaler", "grpo_gates", "grpo_gates", "draw_problems", "study")
-    ]
+    first = ["filter_deepscaler", "grpo_gates", "grpo_gates", "draw_problems", "study"]
+    assert programs(calls) == first
     assert {file.name for file in out.iterdir() if file.is_file()} == {
         *("started", "problems.jsonl", "accuracy.png", "results.json", "table.md"),
         *("gates.pt", "gates.safetensors", "heat_map.png", "training_curves.png"),
@@ -236,10 +215,7 @@ def test_stages_run_once_and_again_when_what_they_need_is_newer(
     os.utime(out / "curriculum" / "report.md")
     os.utime(out / "training" / "gates.pt", (1, 1))
     assert make("demo", out, **stub).returncode == 0
-    assert [Path(line.split()[1]).stem for line in calls.read_text().splitlines()] == [
-        "grpo_gates",
-        "study",
-    ]
+    assert programs(calls) == ["grpo_gates", "study"]
 
 
 def test_a_program_ends_with_make(tmp_path: Path, stub: dict[str, str]) -> None:
@@ -264,9 +240,8 @@ def test_a_study_collects_reports_and_gates(tmp_path: Path, stub: dict[str, str]
     out = tmp_path / "study"
     done = make("study", out, "QUICK=1", "-j4", **stub)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()} == {
-        "1"
-    }  # thread
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert {line.split()[0] for line in calls} == {"1"}  # thread
     top = {file.name for file in out.iterdir() if file.is_file()}
     assert top >= {"report.html", "report.md", "table.md", "results.json", "sweep-tiny.png"}
     collected = {file.stem for file in (out / "gates").iterdir()}

@@ -57,21 +57,17 @@ def test_accuracies_belong_to_their_allocations(monkeypatch: pytest.MonkeyPatch)
 
     assert found["full_accuracy"] == accuracy(after(0)) == 1
     assert found["random_half_accuracy"] == [accuracy(HeadAllocation.random(4, 6, 0.5, 0))]
-    assert found["random_half_mean"] == found["random_half_accuracy"][0]
     steps = found["elimination"]
     lost = found["accuracy_lost_by_single_head"]
     assert [len(row) for row in lost] == [6] * 4
     first_layer, first_head = ORDER[0]
     assert lost[first_layer][first_head] == 1 - steps[0]["accuracy"]
     assert [(step["layer"], step["head"]) for step in steps] == ORDER
-    assert {(step["traces_reproduced"], step["mean_log_probability"]) for step in steps} == {
-        (0.5, -1.0)
-    }
+    assert (steps[0]["traces_reproduced"], steps[0]["mean_log_probability"]) == (0.5, -1.0)
     curve = [step["accuracy"] for step in steps]
     assert {k: curve[k - 1] for k in (1, 9, 24)} == {k: accuracy(after(k)) for k in (1, 9, 24)}
-    assert found["heads_removable_before_0.95"] == next(
-        k for k, share in enumerate(curve) if share < 0.95
-    )
+    removable = next(k for k, share in enumerate(curve) if share < 0.95)
+    assert found["heads_removable_before_0.95"] == removable
     assert len(set(curve)) > 1, "the order takes heads that are needed"
 
 
@@ -94,11 +90,8 @@ def test_redundant_pair_is_seen_only_by_elimination() -> None:
         one_left = bool(allocation.full[0, 0] or allocation.full[1, 0])
         return float(one_left), float((WORTH * allocation.full).sum())
 
-    assert (
-        either(PROGRAM.without_head(ALL.full, 0, 0))[0]
-        == either(PROGRAM.without_head(ALL.full, 1, 0))[0]
-        == 1.0
-    )
+    for layer in (0, 1):
+        assert either(PROGRAM.without_head(ALL.full, layer, 0))[0] == 1.0
     steps = PROGRAM.backward_elimination(either, ALL, lambda: None)
     assert (steps[-1].layer, steps[-1].head) == (1, 0)
     assert [s.score[0] for s in steps] == [1.0] * 5 + [0.0]

@@ -211,13 +211,6 @@ def test_smol_is_the_base_with_the_adapter_merged(
     assert made == ["smol", "smollm2"]
 
 
-def test_what_built_in_models_need_is_packaged() -> None:
-    files = [*builtin.PACKAGED_GATES.values(), builtin.TINY_FOLDER / "model.safetensors"]
-    for name in ("adapter_model.safetensors", "adapter_config.json", "README.md"):
-        files.append(builtin.SMOL_ADAPTER / name)
-    assert [file for file in files if not file.is_file()] == []
-
-
 # --- memory of the CPU
 
 

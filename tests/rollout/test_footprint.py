@@ -35,7 +35,7 @@ def test_vllm_takes_the_room_or_says_what_it_lacks(llama: Footprint) -> None:
     assert llama.vllm_kv_gib(80 * GIB, 8192) == llama.kv_room(80 * GIB) / GIB
     assert llama.lacking(GIB, 8192) == 0
     assert llama.lacking(GIB // 4, 8192) == 0.75
-    with pytest.raises(ValueError, match=r"7\.6 GiB"):
+    with pytest.raises(ValueError, match=r"Llama-8B.* 7\.6 GiB.*--engine hf"):
         llama.vllm_kv_gib(16 * GIB, 8192)
 
 
