@@ -96,7 +96,7 @@ class FilterConfig(ModelOptions):
     """One filter job: which problems, how they are decoded, and what is chosen of them."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-    """hub id, local folder, or tiny or smol (built in)"""
+    """hub id, local folder or GGUF file, or tiny or smol (built in)"""
     input: str | None = None
     """.jsonl or .parquet file, hub data set, tiny or smol (new problems); default: the model's, or
     DeepScaleR

@@ -50,7 +50,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     eviction_option: tuple[str, ...] = ()
     """fields of the policy, such as variant=published lam=0.2"""
     model: str | None = None  # type: ignore[assignment]
-    """model folder, hub id, 'tiny' or 'smol'; default: the one that the gates name"""
+    """model folder, GGUF file, hub id, 'tiny' or 'smol'; default: the one that the gates name"""
     prompt: str | None = None
     """answer this and stop"""
     input: Path | None = None

@@ -1,4 +1,4 @@
-"""Load a built-in model, a local folder or a hub id, with errors that say what to do."""
+"""Load a built-in model, a folder, a GGUF file or a hub id, with errors that say what to do."""
 
 from __future__ import annotations
 
