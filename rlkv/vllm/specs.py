@@ -341,39 +341,33 @@ class SinkWindowManager(CompressibleManager, _PromptCaching):
             alignment_tokens=alignment_tokens,
         )
         step = max(1, alignment_tokens // block_size)
-        longest = max_length // block_size
         demand = kv_cache_spec.demand
-        found: dict[int, Sequence[KVCacheBlock]] = {}
+        found: dict[int, Sequence[KVCacheBlock] | None] = {}
 
         def cached(number: int) -> bool:
             if number not in found:
-                blocks = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
-                if blocks:
-                    found[number] = blocks
-            return number in found
+                found[number] = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            return bool(found[number])
 
+        longest = max_length // block_size
         wanted = longest if kv_cache_spec.protect_prompt else demand.full(kv_cache_spec.sink)
-        window = demand.full(kv_cache_spec.window - 1)
         sinks = 0
         while sinks < min(wanted, longest) and cached(sinks):
             sinks += 1
-        end = (sinks if sinks < wanted else longest) // step * step
-        while end > sinks:
-            # from its end: a window with a hole ends before the hole
-            hole = end - 1
-            while hole >= max(sinks, end - window) and cached(hole):
-                hole -= 1
-            if hole < max(sinks, end - window):
+        if sinks < wanted:  # every token before the hit is needed
+            longest = sinks
+        end = longest // step * step
+        while True:
+            window = range(max(sinks, end - demand.full(kv_cache_spec.window - 1)), end)
+            if all(cached(number) for number in window):
                 break
-            end = hole // step * step
-        first = max(sinks, end - window)
-        table: tuple[list[KVCacheBlock], ...] = tuple(
-            [block_pool.null_block] * end for _ in kv_cache_group_ids
-        )
-        for number in (*range(min(sinks, end)), *range(first, end)):
-            for row, block in zip(table, found[number], strict=True):
-                row[number] = block
-        return table, end * block_size
+            end -= step
+        kept = [*range(min(sinks, end)), *window]
+        tables = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
+        for number in kept:
+            for table, block in zip(tables, found[number] or (), strict=True):
+                table[number] = block
+        return tables, end * block_size
 
 
 class EvictingManager(CompressibleManager):

@@ -258,7 +258,8 @@ def test_rollouts_run_one_engine_per_gpu() -> None:
         ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
         ("GPT2LMHeadModel", {}, False),
         ("Qwen3ForCausalLM", {"rlkv": {"full": ["0110"]}}, False),
-        ("RLKVMixedLlamaForCausalLM", {"rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+        # a rollout's engine, with variables of a server around it
+        ("GPT2LMHeadModel", {"rlkv_mixed": {}, "rlkv": {"gates": "g", "sparsity": 0.5}}, False),
     ],
 )
 def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
