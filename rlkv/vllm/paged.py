@@ -207,11 +207,9 @@ class Writes:
         """Put the step's tokens into their slots."""
         tokens = len(self.places.slots if self.kept is None else self.kept)
         states_THC = torch.cat([key_THD[:tokens], value_THD[:tokens]], -1)
-        self.write(states_THC if self.kept is None else states_THC[self.kept], cache)
-
-    def write(self, states_NHC: Tensor, cache: Tensor) -> None:
-        """Put entry n, ``[H, 2 * D]``, into slot n of the cache."""
-        _entries(cache)[self.places.among(cache)] = states_NHC.to(cache.dtype).transpose(0, 1)
+        if self.kept is not None:
+            states_THC = states_THC[self.kept]
+        _entries(cache)[self.places.among(cache)] = states_THC.to(cache.dtype).transpose(0, 1)
 
 
 @dataclass
