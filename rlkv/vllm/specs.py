@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -31,27 +30,7 @@ from rlkv.utils.files import write_json
 from rlkv.vllm.packing import BufferDemand, SinkWindowDemand
 
 FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
-EVERY = 5.0  # seconds between two reports: each walks all block tables
-
-
-class Reporter:
-    """The managers of one pool, which report what they hold together."""
-
-    def __init__(self) -> None:
-        self.bins: WeakSet[CountingManager] = WeakSet()
-        self.reported = 0.0
-
-    def report(self) -> None:
-        """Write what the bins hold to ``FOLDER``, if it is time or no request is left."""
-        now = time.monotonic()
-        if now - self.reported < EVERY and any(own.req_to_blocks for own in self.bins):
-            return
-        folder = os.environ.get(FOLDER)
-        if folder is not None and Path(folder).is_dir():
-            self.reported = now
-            held = [own.usage() for own in self.bins]
-            with suppress(OSError):  # a full disk must not stop the engine
-                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), held)
+EVERY = 5.0  # seconds between two reports of a bin: each walks all its block tables
 
 
 class UsageCollector(Collector):
@@ -67,7 +46,7 @@ class UsageCollector(Collector):
     def collect(self) -> Iterator[Any]:
         bins = []
         for file in sorted(Path(self.folder.name).glob("*.json")):
-            bins += json.loads(file.read_text())
+            bins.append(json.loads(file.read_text()))
         blocks = GaugeMetricFamily("rlkv:kv_blocks", "Blocks that requests hold.", labels=["heads"])
         held = GaugeMetricFamily("rlkv:kv_bytes", "Bytes of KV in these blocks.", labels=["heads"])
         for kind in ("full", "compressible"):
@@ -92,7 +71,6 @@ class UsageCollector(Collector):
 
 
 _published: list[UsageCollector] = []  # of this process: none or one
-_REPORTERS: WeakKeyDictionary[Any, Reporter] = WeakKeyDictionary()  # by the pool
 
 
 def publish(sparsity: float) -> None:
@@ -110,10 +88,18 @@ def publish(sparsity: float) -> None:
 class CountingManager(SingleTypeKVCacheManager):
     """A block manager that reports what its bin holds."""
 
-    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
-        self.reporter = _REPORTERS.setdefault(self.block_pool, Reporter())
-        self.reporter.bins.add(self)
+    reported = 0.0  # when it last did, by the monotonic clock
+
+    def report(self) -> None:
+        """Write what the bin holds to ``FOLDER``, if it is time or no request is left."""
+        now = time.monotonic()
+        if now - self.reported < EVERY and self.req_to_blocks:
+            return
+        folder = os.environ.get(FOLDER)
+        if folder is not None and Path(folder).is_dir():
+            self.reported = now
+            with suppress(OSError):  # a full disk must not stop the engine
+                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), self.usage())
 
     def usage(self) -> dict[str, Any]:
         """Return what the bin holds now, and saves against the full cache."""
@@ -145,12 +131,12 @@ class CountingManager(SingleTypeKVCacheManager):
 
     def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(*args, **kwargs)
-        self.reporter.report()
+        self.report()
         return blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
-        self.reporter.report()
+        self.report()
         return blocks
 
 
