@@ -112,7 +112,7 @@ def _round(
 
 @dataclass(frozen=True)
 class Eviction:
-    """What all compressible heads of a served model share."""
+    """The policy of all compressible heads of a served model, and their blocks."""
 
     policy: EvictionPolicy
     demand: BufferDemand
@@ -238,7 +238,7 @@ def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
 
 
 class _EvictingBuilder:
-    """What both builders do; the engine's base class gives ``vllm_config`` and ``layer_names``."""
+    """Common part of the builders; the engine's class gives ``vllm_config`` and ``layer_names``."""
 
     vllm_config: Any
     layer_names: list[str]
@@ -261,7 +261,7 @@ class _EvictingBuilder:
 
 
 class _EvictingImpl(AttendingImpl):
-    """What both implementations do; subclasses attend to what is held."""
+    """Common part of the implementations; subclasses attend to what is held."""
 
     scale: float
     num_kv_heads: int

@@ -27,7 +27,7 @@ from rlkv.vllm.packing import SinkWindowDemand
 
 @dataclass
 class GapRules:
-    """What a step's queries see of the first tokens, and how long tables without gaps get.
+    """Rules of what a step's queries see of the first tokens, and of tables without gaps.
 
     Attributes:
         demand: what is kept.
@@ -217,14 +217,14 @@ class Reads:
     """Queries that are computed together, and the entries that they read, for all layers of a bin.
 
     Attributes:
-        tokens: the queries, R * Q, by their place in the step: a slice, or int64.
+        token_T: the queries by their place in the step, int64 ``[R * Q]``.
         places_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
         prefix_R: first tokens that the queries see, int64.
         window: last tokens that they see.
     """
 
-    tokens: slice | Tensor
+    token_T: Tensor
     places_RK: Places
     position_RQ: Tensor
     column_RK: Tensor
@@ -233,7 +233,7 @@ class Reads:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """Which entries each query sees, bool ``[R, Q, K]``; None: all."""
+        """Mask of the entries that each query sees, bool ``[R, Q, K]``; None: all."""
         column_RQK = self.column_RK[:, None]
         distance = self.position_RQ[:, :, None] - column_RQK
         kept = (column_RQK < self.prefix_R[:, None, None]) | (distance < self.window)
@@ -269,57 +269,40 @@ def plan_reads(
         prefix = max(prompt, prefixes[row] if prefixes else demand.sink)
         if end - begin == 1:
             decoding.append((begin, row, last, prefix))
-            continue
-        first = last + 1 - (end - begin)
-        read_first = min(prefix, last + 1)
-        moving = max(read_first, first - demand.window + 1)
-        column_K = torch.cat([torch.arange(read_first), torch.arange(moving, last + 1)])
-        block_K = table_RC[row][column_K // demand.block_size].long()
-        slots_K = block_K * demand.block_size + column_K % demand.block_size
-        found.append(
-            Reads(
-                tokens=slice(begin, end),
-                places_RK=Places(slots_K[None]),
-                position_RQ=torch.arange(first, last + 1)[None],
-                column_RK=column_K[None],
-                prefix_R=torch.tensor([prefix]),
-                window=demand.window,
-            )
-        )
+        else:
+            found.append(_reads(table_RC, [(begin, row, last, prefix)], end - begin, demand))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
     for at in range(0, len(decoding), ROWS_AT_ONCE):
-        found.append(_decoding_reads(table_RC, decoding[at : at + ROWS_AT_ONCE], demand))
+        found.append(_reads(table_RC, decoding[at : at + ROWS_AT_ONCE], 1, demand))
     return found
 
 
-def _decoding_reads(
-    table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand
+def _reads(
+    table_RC: Tensor, rows: list[tuple[int, int, int, int]], queries: int, demand: SinkWindowDemand
 ) -> Reads:
-    """Plan what single queries ``(place, request, position, prefix)`` read.
+    """Plan what rows ``(place of the first query, request, position of the last, prefix)`` read.
 
     Where one sees fewer entries than another, it reads its own.
     """
-    token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
-    position_R1 = position_R[:, None]
-    prefix_R1 = prefix_R[:, None]
-    prefix = int(prefix_R.max())
-    longest = int(position_R.max()) + 1
-    window = min(demand.window, longest)
-    moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
-    first_RK = torch.arange(min(prefix, longest)).expand(len(rows), -1)
+    token_R1, row_R1, last_R1, prefix_R1 = torch.tensor(rows)[:, :, None].unbind(1)
+    longest = int(last_R1.max()) + 1
+    window = min(demand.window - 1 + queries, longest)
+    moving_RK = last_R1 - torch.arange(window - 1, -1, -1)
+    first_RK = torch.arange(min(int(prefix_R1.max()), longest)).expand(len(rows), -1)
     column_RK = torch.cat([first_RK, moving_RK], 1)
     # an entry of both is read among the first ones
     unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1)
-    unseen_RK |= column_RK > position_R1
-    read_RK = torch.where(unseen_RK, position_R1, column_RK)
-    block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
+    unseen_RK |= column_RK > last_R1
+    read_RK = torch.where(unseen_RK, last_R1, column_RK)
+    block_RK = table_RC[row_R1[:, 0]].gather(1, read_RK // demand.block_size).long()
+    query_Q = torch.arange(queries)
     return Reads(
-        tokens=token_R,
+        token_T=(token_R1 + query_Q).flatten(),
         places_RK=Places(block_RK * demand.block_size + read_RK % demand.block_size),
-        position_RQ=position_R1,
+        position_RQ=last_R1 + 1 - queries + query_Q,
         column_RK=column_RK.masked_fill(unseen_RK, -1),
-        prefix_R=prefix_R,
+        prefix_R=prefix_R1[:, 0],
         window=demand.window,
     )
 
@@ -336,7 +319,7 @@ def paged_local_attention(
         rows, queries = part.position_RQ.shape
         index = part.places_RK.among(cache)  # [R, H, K]
         states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, -1).float()
-        query = query_TXD[part.tokens].float().view(rows, queries, kv_heads, -1, out.shape[2])
+        query = query_TXD[part.token_T].float().view(rows, queries, kv_heads, -1, out.shape[2])
         query = query.permute(0, 2, 3, 1, 4)  # [R, H, G, Q, D]
         group = query.shape[2]
         mask = part.mask
@@ -347,7 +330,7 @@ def paged_local_attention(
             query.flatten(2, 3), key, value, attn_mask=mask, scale=scale
         )
         mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
-        out[part.tokens] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
+        out[part.token_T] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
 
 
 def attend_prompts(

@@ -191,7 +191,7 @@ class ServingSettings:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether prompts must be read in one step.
+        """True if prompts must be read in one step.
 
         Tokens of a protected prompt see all before them in any chunks.
         """
