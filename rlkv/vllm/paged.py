@@ -148,9 +148,9 @@ def cut_step(starts: list[int], prompts: list[int] | None = None) -> list[Piece]
 def whole_prompts(starts: list[int], prompts: list[int] | None) -> list[slice]:
     """Return the queries of prompts that need no cache; arguments as of :func:`cut_step`."""
     found = []
-    for first, prompt in zip(starts, prompts or (), strict=False):
-        if prompt > QUERIES_AT_ONCE:
-            found.append(slice(first, first + prompt))
+    for piece in cut_step(starts, prompts):
+        if not piece.reads_cache:
+            found.append(slice(piece.end - piece.prompt, piece.end))
     return found
 
 
@@ -217,14 +217,14 @@ class Reads:
     """Queries that are computed together, and the entries that they read, for all layers of a bin.
 
     Attributes:
-        token_T: the queries by their place in the step, int64 ``[R * Q]``.
+        tokens: the queries, R * Q, by their place in the step: a slice, or int64.
         places_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
         prefix_R: first tokens that the queries see, int64.
         window: last tokens that they see.
     """
 
-    token_T: Tensor
+    tokens: slice | Tensor
     places_RK: Places
     position_RQ: Tensor
     column_RK: Tensor
@@ -297,8 +297,12 @@ def _reads(
     read_RK = torch.where(unseen_RK, last_R1, column_RK)
     block_RK = table_RC[row_R1[:, 0]].gather(1, read_RK // demand.block_size).long()
     query_Q = torch.arange(queries)
+    token_T = (token_R1 + query_Q).flatten()
+    first = rows[0][0]
+    end = first + len(token_T)
+    in_a_row = token_T.tolist() == list(range(first, end))
     return Reads(
-        token_T=(token_R1 + query_Q).flatten(),
+        tokens=slice(first, end) if in_a_row else token_T,  # a slice copies nothing
         places_RK=Places(block_RK * demand.block_size + read_RK % demand.block_size),
         position_RQ=last_R1 + 1 - queries + query_Q,
         column_RK=column_RK.masked_fill(unseen_RK, -1),
@@ -319,7 +323,7 @@ def paged_local_attention(
         rows, queries = part.position_RQ.shape
         index = part.places_RK.among(cache)  # [R, H, K]
         states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, -1).float()
-        query = query_TXD[part.token_T].float().view(rows, queries, kv_heads, -1, out.shape[2])
+        query = query_TXD[part.tokens].float().view(rows, queries, kv_heads, -1, out.shape[2])
         query = query.permute(0, 2, 3, 1, 4)  # [R, H, G, Q, D]
         group = query.shape[2]
         mask = part.mask
@@ -330,7 +334,7 @@ def paged_local_attention(
             query.flatten(2, 3), key, value, attn_mask=mask, scale=scale
         )
         mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
-        out[part.token_T] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
+        out[part.tokens] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
 
 
 def attend_prompts(
