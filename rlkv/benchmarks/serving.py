@@ -164,7 +164,7 @@ class ServingConfig(LlamaSizes):
 
 @dataclass(frozen=True)
 class Mode:
-    """What is served: at ``sparsity`` None by the stock engine, else by the plugin."""
+    """A way of serving: at ``sparsity`` None by the stock engine, else by the plugin."""
 
     sparsity: float | None = None
     eviction: str | None = None

@@ -7,7 +7,6 @@ tokens of a step, H KV heads, G query heads per KV head, D head size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -311,30 +310,24 @@ class MixedTorchBackend(TorchBackend):
     layouts = (KVCacheLayout.LBHNC,)
 
 
-@dataclass
-class MixedTritonMetadata(TritonAttentionMetadata):
-    """The stock metadata, and that of the local branch (made once per step, not per layer)."""
-
-    local: TritonAttentionMetadata | None = None
-
-
 class MixedTritonBuilder(GaplessTritonBuilder):
-    """The stock metadata for the full branch, and those without gaps for the local one."""
+    """The stock metadata for the full branch, with those without gaps for the local one."""
 
     def rules(self) -> GapRules:
         return GapRules(_local_demand(self), self.vllm_config.model_config.max_model_len)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MixedTritonMetadata:
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TritonAttentionMetadata:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         metadata.local.seq_lens.fill_(1)  # as the stock builder does for the full branch
         return metadata
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> MixedTritonMetadata:
+    ) -> TritonAttentionMetadata:
         local = self.build_local(common_attn_metadata, fast_build)
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return MixedTritonMetadata(**vars(stock), local=local)
+        stock.local = local
+        return stock
 
 
 class MixedTritonImpl(_LiveGates, AttendingImpl, TritonAttentionImpl):

@@ -32,7 +32,7 @@ from rlkv.rollout.base import (
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
-from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED, MIXED_KEY, ServingSettings
+from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED_KEY, ServingSettings
 
 _ENVIRONMENT = {
     # the engine lives in this process; "1" gives it one of its own
@@ -254,17 +254,14 @@ def _rank_options() -> dict[str, Any]:
 
 
 def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
-    from rlkv.vllm.models import register
-
     name = (load_config(model).architectures or ["none"])[0]
     if name not in ARCHITECTURES:
         raise ValueError(
             f"rollouts of vLLM serve {', '.join(ARCHITECTURES)}, not {name}: sample this model "
             "with --rollout hf"
         )
-    register()
+    check_installed()
     return {
-        "hf_overrides": {"architectures": [MIXED + name]},
         "additional_config": {MIXED_KEY: asdict(sizes)},
         "worker_extension_cls": "rlkv.vllm.models.GateWorker",
     }

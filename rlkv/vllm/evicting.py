@@ -8,7 +8,7 @@ waits for the layer's own keys.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
-    TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
 
@@ -37,7 +36,7 @@ from rlkv.vllm.backends import (
     bin_of,
 )
 from rlkv.vllm.packing import NOWHERE, BufferDemand, SinkWindowDemand
-from rlkv.vllm.paged import Places, Reads, Writes, paged_local_attention, plan_reads
+from rlkv.vllm.paged import Writes, paged_local_attention, plan_reads
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Round:
 
     Attributes:
         rows: the requests that take part.
-        due, due_positions: those of them that evict first, and their next positions.
+        due, due_positions: those of them that evict first, and their next positions, int64.
         tokens: int64, the step's tokens that take part; None: all of them, in their order.
         row_T, position_T: row and position of each token, int64.
         starts, lengths: the first token of each request within the round, and its entries at the
@@ -54,8 +53,8 @@ class Round:
     """
 
     rows: list[int]
-    due: list[int]
-    due_positions: list[int]
+    due: Tensor
+    due_positions: Tensor
     tokens: Tensor | None
     row_T: Tensor
     position_T: Tensor
@@ -101,8 +100,8 @@ def _round(
     is_due_R = (count_R > 0) & demand.evicts_before(begin_R)
     return Round(
         rows=rows,
-        due=row_R[is_due_R].tolist(),
-        due_positions=begin_R[is_due_R].tolist(),
+        due=row_R[is_due_R],
+        due_positions=begin_R[is_due_R],
         tokens=origin_R.repeat_interleave(count_R) + position_T,
         row_T=row_R.repeat_interleave(count_R),
         position_T=position_T,
@@ -111,22 +110,12 @@ def _round(
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Eviction:
-    """What all compressible heads of a served model share."""
+    """The policy of all compressible heads of a served model, and their blocks."""
 
     policy: EvictionPolicy
     demand: BufferDemand
-    _latest: tuple[Any, list[Round]] | None = field(default=None, repr=False)
-
-    def rounds(self, common: Any) -> list[Round]:
-        """Plan the rounds of a step by its metadata (vLLM's), once for all bins."""
-        # exact without speculative decoding, which is refused
-        lengths = common.seq_lens_cpu_upper_bound
-        if self._latest is None or self._latest[0] is not lengths:
-            starts = common.query_start_loc_cpu.tolist()
-            self._latest = lengths, plan_rounds(self.demand, starts, lengths.tolist())
-        return self._latest[1]
 
 
 def entry_slots(demand: BufferDemand, table_RM: Tensor, row_T: Tensor, entry_T: Tensor) -> Tensor:
@@ -220,20 +209,16 @@ class PlacedRound:
         tokens: as of :class:`Round`.
         slots_T, queries_ET: of keys and values, and of observed queries.
         due: blocks and next positions of the requests that evict first.
-        stock: the metadata of attention on a GPU.
-        reads: the plan of attention on a CPU.
-        observed: on a CPU the tokens that have a place among the queries.
-        writes: on a CPU the slots of all that is stored.
+        attention: what is read: the stock metadata on a GPU, a list of :class:`Reads` on a CPU.
+        writes: on a CPU what is stored: keys and values, then the entries of queries.
     """
 
     tokens: Tensor | None
     slots_T: Tensor
     queries_ET: Tensor
     due: tuple[Tensor, Tensor] | None
-    stock: TritonAttentionMetadata | None = None
-    reads: list[Reads] = field(default_factory=list)
-    observed: Tensor | None = None
-    writes: Writes | None = None
+    attention: Any = None
+    writes: tuple[Writes, ...] = ()
 
 
 def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
@@ -242,8 +227,8 @@ def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
     row_T = moved(plan.row_T, device)
     position_T = moved(plan.position_T, device)
     due = None
-    if plan.due:
-        due = _place_due(torch.tensor(plan.due), torch.tensor(plan.due_positions), table_RM)
+    if len(plan.due):
+        due = table_RM[moved(plan.due, device)], moved(plan.due_positions, device)
     return PlacedRound(
         tokens=None if plan.tokens is None else moved(plan.tokens, device),
         slots_T=entry_slots(demand, table_RM, row_T, demand.entries(position_T)),
@@ -252,12 +237,8 @@ def place(plan: Round, demand: BufferDemand, table_RM: Tensor) -> PlacedRound:
     )
 
 
-def _place_due(row_R: Tensor, position_R: Tensor, table_RM: Tensor) -> tuple[Tensor, Tensor]:
-    return table_RM[moved(row_R, table_RM.device)], moved(position_R, table_RM.device)
-
-
 class _EvictingBuilder:
-    """What both builders do; the engine's base class gives ``vllm_config`` and ``layer_names``."""
+    """Common part of the builders; the engine's class gives ``vllm_config`` and ``layer_names``."""
 
     vllm_config: Any
     layer_names: list[str]
@@ -265,6 +246,12 @@ class _EvictingBuilder:
     @property
     def eviction(self) -> Eviction:
         return bin_of(self.vllm_config, self.layer_names).kept
+
+    def rounds(self, common: Any) -> list[Round]:
+        """Plan the rounds of a step by its metadata, vLLM's."""
+        # exact without speculative decoding, which is refused
+        lengths = common.seq_lens_cpu_upper_bound.tolist()
+        return plan_rounds(self.eviction.demand, common.query_start_loc_cpu.tolist(), lengths)
 
     def begin(self, parts: list[PlacedRound]) -> list[PlacedRound]:
         """Evict what is due before the step's first tokens, in all layers at once."""
@@ -274,7 +261,7 @@ class _EvictingBuilder:
 
 
 class _EvictingImpl(AttendingImpl):
-    """What both implementations do; subclasses attend to what is held."""
+    """Common part of the implementations; subclasses attend to what is held."""
 
     scale: float
     num_kv_heads: int
@@ -316,32 +303,26 @@ class EvictingTorchBuilder(_EvictingBuilder, TorchBuilder):
         table_RM = common.block_table_tensor
         everything = SinkWindowDemand(demand.block_size, 0, demand.capacity)
         parts = []
-        for plan in self.eviction.rounds(common):
+        for plan in self.rounds(common):
             part = place(plan, demand, table_RM)
             entries_RM = table_RM[plan.rows, demand.query_blocks :]
-            part.reads = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
-            part.observed = (part.queries_ET[0] >= 0).nonzero()[:, 0]
-            observed = part.queries_ET[:, part.observed].flatten()
-            part.writes = Writes(Places(torch.cat([part.slots_T, observed])))
+            part.attention = plan_reads(entries_RM, plan.starts, plan.lengths, everything)
+            part.writes = tuple(Writes.of(slots_T) for slots_T in (part.slots_T, *part.queries_ET))
             parts.append(part)
         return self.begin(parts)
 
 
 class EvictingTorchImpl(_EvictingImpl, TorchImpl):
     def store(self, layer: Any, states: States, kv: Tensor, part: PlacedRound) -> None:
-        assert part.observed is not None
-        assert part.writes is not None
-        tokens = len(part.slots_T)
-        stored = torch.cat([states.key[:tokens], states.value[:tokens]], -1)
-        if len(part.observed):
-            entries = query_entries(states.query[part.observed], self.num_kv_heads)
-            stored = torch.cat([stored, entries.flatten(0, 1)])
-        part.writes.write(stored, kv)
+        entries = query_entries(states.query, self.num_kv_heads)
+        pairs = [(states.key, states.value), *(entry.chunk(2, -1) for entry in entries)]
+        for writes, (first, second) in zip(part.writes, pairs, strict=True):
+            writes.store(first, second, kv)
 
     def attend_round(
         self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
-        paged_local_attention(query, kv, part.reads, self.scale, out)
+        paged_local_attention(query, kv, part.attention, self.scale, out)
 
 
 class EvictingTorchBackend(TorchBackend):
@@ -373,16 +354,15 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
     ) -> list[PlacedRound]:
         common = common_attn_metadata
         if common.max_query_len > 1:
-            return self.begin(
-                [self._reading(common, plan) for plan in self.eviction.rounds(common)]
-            )
+            return self.begin([self._reading(common, plan) for plan in self.rounds(common)])
         part = self._decoding(common)
         # on the CPU, where these lengths are exact without speculative decoding, which is refused
         position_R = common.seq_lens_cpu_upper_bound.long() - 1
         due_R = self.eviction.demand.evicts_before(position_R)
         if due_R.any():
-            row_R = due_R.nonzero()[:, 0]
-            part.due = _place_due(row_R, position_R[due_R], common.block_table_tensor)
+            row_R = moved(due_R.nonzero()[:, 0], self.device)
+            position_R = moved(position_R[due_R], self.device)
+            part.due = common.block_table_tensor[row_R], position_R
         return self.begin([part])
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> list[PlacedRound]:
@@ -425,7 +405,7 @@ class EvictingTritonBuilder(_EvictingBuilder, TritonAttentionMetadataBuilder):
             num_reqs=len(plan.rows),
             num_actual_tokens=len(plan.row_T),
         )
-        part.stock = TritonAttentionMetadataBuilder.build(self, 0, own)
+        part.attention = TritonAttentionMetadataBuilder.build(self, 0, own)
         return part
 
 
@@ -442,7 +422,7 @@ class EvictingTritonImpl(_EvictingImpl, TritonAttentionImpl):
         self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
         # keys and values are in the cache
-        TritonAttentionImpl.forward(self, layer, query, None, None, kv, part.stock, out)
+        TritonAttentionImpl.forward(self, layer, query, None, None, kv, part.attention, out)
 
 
 class EvictingTritonBackend(BackendParts, TritonAttentionBackend):

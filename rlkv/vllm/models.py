@@ -1,7 +1,7 @@
 """Model classes that vLLM loads by name: its own, with other attention layers if asked for.
 
-Mixed ones, of rollouts, are chosen with ``hf_overrides``; S and W are in the engine's
-``additional_config``, as are the settings of head reallocation.
+What is asked for is in the engine's ``additional_config``: S and W of a rollout's mixed attention,
+or the settings of head reallocation.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm import ModelRegistry
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.gemma import GemmaForCausalLM as StockGemma
 from vllm.model_executor.models.glm4 import Glm4ForCausalLM as StockGlm4
@@ -26,7 +25,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import mixed_backend
 from rlkv.vllm.plugin import check_version
-from rlkv.vllm.settings import ARCHITECTURES, MIXED, MIXED_KEY, ROLLOUT, check_engine, read_request
+from rlkv.vllm.settings import MIXED_KEY, ROLLOUT, asks_for_rollout, check_engine, read_request
 
 if TYPE_CHECKING:
     from rlkv.vllm.reallocation import HeadOrder
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_heads]
 
 
-def _exchange(model: Any, config: VllmConfig) -> None:
+def attach_mixed(model: Any, config: VllmConfig) -> None:
     """Put mixed attention in the place of the stock layers', all reading one buffer of gates."""
     check_engine(config, ROLLOUT)
     sizes = LocalSizes(**config.additional_config[MIXED_KEY])
@@ -61,29 +60,6 @@ def _exchange(model: Any, config: VllmConfig) -> None:
         )
         mixed.impl.attach(getattr(model, GATES)[index], sizes)
         layer.self_attn.attn = mixed
-
-
-def _mixed(architecture: str, base: type) -> type:
-    class Mixed(base):
-        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
-            super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
-            _exchange(self, get_current_vllm_config())
-
-    Mixed.__name__ = Mixed.__qualname__ = MIXED + architecture
-    return Mixed
-
-
-RLKVMixedLlamaForCausalLM = _mixed("LlamaForCausalLM", StockLlama)
-RLKVMixedQwen2ForCausalLM = _mixed("Qwen2ForCausalLM", StockQwen2)
-RLKVMixedQwen3ForCausalLM = _mixed("Qwen3ForCausalLM", StockQwen3)
-
-
-def register() -> None:
-    """Make the mixed classes known to this process under their names."""
-    for architecture in ARCHITECTURES:
-        name = MIXED + architecture
-        if name not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(name, globals()[name])
 
 
 class GateWorker:
@@ -119,7 +95,10 @@ class _Dispatch:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
-        if read_request(vllm_config.additional_config) is not None:
+        if asks_for_rollout(vllm_config.additional_config):
+            check_version()
+            attach_mixed(self, vllm_config)
+        elif read_request(vllm_config.additional_config) is not None:
             from rlkv.vllm.reallocation import attach_reallocation
 
             check_version()

@@ -11,6 +11,7 @@ place in the block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from rlkv.vllm.packing import SinkWindowDemand
 
 @dataclass
 class GapRules:
-    """What a step's queries see of the first tokens, and how long tables without gaps get.
+    """Rules of what a step's queries see of the first tokens, and of tables without gaps.
 
     Attributes:
         demand: what is kept.
@@ -147,9 +148,9 @@ def cut_step(starts: list[int], prompts: list[int] | None = None) -> list[Piece]
 def whole_prompts(starts: list[int], prompts: list[int] | None) -> list[slice]:
     """Return the queries of prompts that need no cache; arguments as of :func:`cut_step`."""
     found = []
-    for first, prompt in zip(starts, prompts or (), strict=False):
-        if prompt > QUERIES_AT_ONCE:
-            found.append(slice(first, first + prompt))
+    for piece in cut_step(starts, prompts):
+        if not piece.reads_cache:
+            found.append(slice(piece.end - piece.prompt, piece.end))
     return found
 
 
@@ -170,19 +171,17 @@ class Places:
     """Slots ``[..., n]`` among the entries of the layers' caches, which differ in their heads."""
 
     slots: Tensor
-    _of_first_head: Tensor | None = None
     _of_heads: dict[int, Tensor] = field(default_factory=dict)
 
     def among(self, cache: Tensor) -> Tensor:
         """Return numbers of a cache's entries, int64 ``[..., H, n]``, made once for each H."""
         _, heads, in_block, twice = cache.shape
         if heads not in self._of_heads:
-            if self._of_first_head is None:
-                assert cache.stride(0) % twice == 0
-                block = self.slots // in_block
-                self._of_first_head = block * (cache.stride(0) // twice) + self.slots % in_block
+            assert cache.stride(0) % twice == 0
+            block = self.slots // in_block
+            of_first_head = block * (cache.stride(0) // twice) + self.slots % in_block
             head = torch.arange(heads)[:, None]
-            self._of_heads[heads] = self._of_first_head[..., None, :] + head * in_block
+            self._of_heads[heads] = of_first_head[..., None, :] + head * in_block
         return self._of_heads[heads]
 
 
@@ -208,11 +207,9 @@ class Writes:
         """Put the step's tokens into their slots."""
         tokens = len(self.places.slots if self.kept is None else self.kept)
         states_THC = torch.cat([key_THD[:tokens], value_THD[:tokens]], -1)
-        self.write(states_THC if self.kept is None else states_THC[self.kept], cache)
-
-    def write(self, states_NHC: Tensor, cache: Tensor) -> None:
-        """Put entry n, ``[H, 2 * D]``, into slot n of the cache."""
-        _entries(cache)[self.places.among(cache)] = states_NHC.to(cache.dtype).transpose(0, 1)
+        if self.kept is not None:
+            states_THC = states_THC[self.kept]
+        _entries(cache)[self.places.among(cache)] = states_THC.to(cache.dtype).transpose(0, 1)
 
 
 @dataclass
@@ -220,7 +217,7 @@ class Reads:
     """Queries that are computed together, and the entries that they read, for all layers of a bin.
 
     Attributes:
-        tokens: the queries, by their place in the step: R * Q in a row, or int64 ``[R * Q]``.
+        tokens: the queries, R * Q, by their place in the step: a slice, or int64.
         places_RK: the entries; all of them were written.
         position_RQ, column_RK: positions of queries and entries in their text.
         prefix_R: first tokens that the queries see, int64.
@@ -233,20 +230,15 @@ class Reads:
     column_RK: Tensor
     prefix_R: Tensor
     window: int
-    _mask: tuple[Tensor | None] | None = None
 
+    @cached_property
     def mask(self) -> Tensor | None:
-        """Return which entries each query sees, bool ``[R, Q, K]``; None: all."""
-        if self._mask is not None:
-            return self._mask[0]
+        """Mask of the entries that each query sees, bool ``[R, Q, K]``; None: all."""
         column_RQK = self.column_RK[:, None]
         distance = self.position_RQ[:, :, None] - column_RQK
         kept = (column_RQK < self.prefix_R[:, None, None]) | (distance < self.window)
         seen = (distance >= 0) & (column_RQK >= 0) & kept
-        mask = None if bool(seen.all()) else seen
-        if self.position_RQ.shape[1] == 1:  # the masks of a long prompt, all together, may be large
-            self._mask = (mask,)
-        return mask
+        return None if bool(seen.all()) else seen
 
 
 def plan_reads(
@@ -277,64 +269,45 @@ def plan_reads(
         prefix = max(prompt, prefixes[row] if prefixes else demand.sink)
         if end - begin == 1:
             decoding.append((begin, row, last, prefix))
-            continue
-        first = last + 1 - (end - begin)
-        read_first = min(prefix, last + 1)
-        moving = max(read_first, first - demand.window + 1)
-        column_K = torch.cat([torch.arange(read_first), torch.arange(moving, last + 1)])
-        block_K = table_RC[row][column_K // demand.block_size].long()
-        slots_K = block_K * demand.block_size + column_K % demand.block_size
-        found.append(
-            Reads(
-                tokens=slice(begin, end),
-                places_RK=Places(slots_K[None]),
-                position_RQ=torch.arange(first, last + 1)[None],
-                column_RK=column_K[None],
-                prefix_R=torch.tensor([prefix]),
-                window=demand.window,
-            )
-        )
+        else:
+            found.append(_reads(table_RC, [(begin, row, last, prefix)], end - begin, demand))
     if len(decoding) > ROWS_AT_ONCE:  # rows of about the same length together
         decoding.sort(key=itemgetter(2))
     for at in range(0, len(decoding), ROWS_AT_ONCE):
-        found.append(_decoding_reads(table_RC, decoding[at : at + ROWS_AT_ONCE], demand))
+        found.append(_reads(table_RC, decoding[at : at + ROWS_AT_ONCE], 1, demand))
     return found
 
 
-def _decoding_reads(
-    table_RC: Tensor, rows: list[tuple[int, int, int, int]], demand: SinkWindowDemand
+def _reads(
+    table_RC: Tensor, rows: list[tuple[int, int, int, int]], queries: int, demand: SinkWindowDemand
 ) -> Reads:
-    """Plan what single queries ``(place, request, position, prefix)`` read.
+    """Plan what rows ``(place of the first query, request, position of the last, prefix)`` read.
 
     Where one sees fewer entries than another, it reads its own.
     """
-    token_R, row_R, position_R, prefix_R = torch.tensor(rows).unbind(1)
-    position_R1 = position_R[:, None]
-    prefix_R1 = prefix_R[:, None]
-    prefix = int(prefix_R.max())
-    longest = int(position_R.max()) + 1
-    window = min(demand.window, longest)
-    moving_RK = position_R1 - torch.arange(window - 1, -1, -1)
-    first_RK = torch.arange(min(prefix, longest)).expand(len(rows), -1)
-    column_RK = read_RK = torch.cat([first_RK, moving_RK], 1)
-    before_window = int(position_R.min()) + 1 - demand.window
-    sees_all = int(prefix_R.min()) == prefix <= before_window
-    if not sees_all:  # an entry of both is read among the first ones
-        unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1)
-        unseen_RK |= column_RK > position_R1
-        read_RK = torch.where(unseen_RK, position_R1, column_RK)
-        column_RK = column_RK.masked_fill(unseen_RK, -1)
-    block_RK = table_RC[row_R].gather(1, read_RK // demand.block_size).long()
+    token_R1, row_R1, last_R1, prefix_R1 = torch.tensor(rows)[:, :, None].unbind(1)
+    longest = int(last_R1.max()) + 1
+    window = min(demand.window - 1 + queries, longest)
+    moving_RK = last_R1 - torch.arange(window - 1, -1, -1)
+    first_RK = torch.arange(min(int(prefix_R1.max()), longest)).expand(len(rows), -1)
+    column_RK = torch.cat([first_RK, moving_RK], 1)
+    # an entry of both is read among the first ones
+    unseen_RK = torch.cat([first_RK >= prefix_R1, moving_RK < prefix_R1], 1)
+    unseen_RK |= column_RK > last_R1
+    read_RK = torch.where(unseen_RK, last_R1, column_RK)
+    block_RK = table_RC[row_R1[:, 0]].gather(1, read_RK // demand.block_size).long()
+    query_Q = torch.arange(queries)
+    token_T = (token_R1 + query_Q).flatten()
     first = rows[0][0]
-    in_a_row = token_R.tolist() == list(range(first, first + len(rows)))
+    end = first + len(token_T)
+    in_a_row = token_T.tolist() == list(range(first, end))
     return Reads(
-        tokens=slice(first, first + len(rows)) if in_a_row else token_R,
+        tokens=slice(first, end) if in_a_row else token_T,  # a slice copies nothing
         places_RK=Places(block_RK * demand.block_size + read_RK % demand.block_size),
-        position_RQ=position_R1,
-        column_RK=column_RK,
-        prefix_R=prefix_R,
+        position_RQ=last_R1 + 1 - queries + query_Q,
+        column_RK=column_RK.masked_fill(unseen_RK, -1),
+        prefix_R=prefix_R1[:, 0],
         window=demand.window,
-        _mask=(None,) if sees_all else None,
     )
 
 
@@ -345,29 +318,23 @@ def paged_local_attention(
 
     Scores are float32.
     """
-    for part in reads:
-        _attend(query_TXD, cache, part, scale, out)
-
-
-def _attend(query_TXD: Tensor, cache: Tensor, reads: Reads, scale: float, out: Tensor) -> None:
     kv_heads = cache.shape[1]
-    size = cache.shape[3] // 2
-    queries = reads.position_RQ.shape[1]
-    index = reads.places_RK.among(cache)  # [R, H, K]
-    states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, 2 * size).float()
-    query = query_TXD[reads.tokens].unflatten(1, (kv_heads, -1)).float()  # [R * Q, H, G, D]
-    group = query.shape[2]
-    mask = reads.mask()
-    if queries > 1:  # one request: [1, H, G * Q, D]
-        query = query.permute(1, 2, 0, 3).flatten(1, 2)[None]
-    if mask is not None:  # [R, 1, G * Q, K]
-        mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
-    mixed = F.scaled_dot_product_attention(
-        query, states[..., :size], states[..., size:], attn_mask=mask, scale=scale
-    )
-    if queries > 1:  # back to [Q, H, G, D]
-        mixed = mixed[0].unflatten(1, (group, queries)).permute(2, 0, 1, 3)
-    out[reads.tokens] = mixed.flatten(1, 2).to(out.dtype)
+    for part in reads:
+        rows, queries = part.position_RQ.shape
+        index = part.places_RK.among(cache)  # [R, H, K]
+        states = _entries(cache).index_select(0, index.flatten()).view(*index.shape, -1).float()
+        query = query_TXD[part.tokens].float().view(rows, queries, kv_heads, -1, out.shape[2])
+        query = query.permute(0, 2, 3, 1, 4)  # [R, H, G, Q, D]
+        group = query.shape[2]
+        mask = part.mask
+        if mask is not None:  # [R, 1, G * Q, K]
+            mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
+        key, value = states.chunk(2, -1)
+        mixed = F.scaled_dot_product_attention(
+            query.flatten(2, 3), key, value, attn_mask=mask, scale=scale
+        )
+        mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
+        out[part.tokens] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
 
 
 def attend_prompts(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkv.vllm.settings import ARCHITECTURES, MIXED, SERVED
+from rlkv.vllm.settings import ARCHITECTURES, SERVED
 
 GROUP = "vllm.general_plugins"
 NAME = "rlkv"
@@ -24,10 +24,6 @@ def register() -> None:
 
     for name in SERVED:
         ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
-    for name in ARCHITECTURES:
-        mixed = MIXED + name  # of rollouts, whose engine registers the classes itself
-        if mixed not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(mixed, f"rlkv.vllm.models:{mixed}")
     _prepare_every_config()
 
 

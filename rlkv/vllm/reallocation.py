@@ -32,7 +32,7 @@ from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 
 
 class BinAttention(Attention):
-    """What the engine sees of a bin. It never runs: its parts do, each on its slice of the cache.
+    """A bin as a layer of the engine, which never runs: its parts do, on slices of the cache.
 
     Its number of heads is that of the largest part, by which builders of metadata size what kernels
     share.

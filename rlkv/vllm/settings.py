@@ -8,7 +8,7 @@ engine's configuration: no other process needs the gates file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,8 @@ SERVED = (
     "MistralForCausalLM",
     "Phi3ForCausalLM",
 )
-MIXED = "RLKVMixed"  # before the name of an architecture: its model for rollouts
 KEY = "rlkv"  # of the engine's additional_config
-MIXED_KEY = "rlkv_mixed"  # likewise, for rollouts: {"sink": S, "window": W}
+MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
 # their scores need the keys and the last queries alone, head by head
 EVICTIONS = ("rkv", "snapkv")
@@ -192,7 +191,7 @@ class ServingSettings:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether prompts must be read in one step.
+        """True if prompts must be read in one step.
 
         Tokens of a protected prompt see all before them in any chunks.
         """
@@ -231,6 +230,11 @@ class ServingSettings:
     def to_request(self) -> dict[str, Any]:
         """Return a request that :func:`parse_settings` takes back."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def asks_for_rollout(additional_config: Any) -> bool:
+    """Return whether an engine samples with mixed attention."""
+    return isinstance(additional_config, Mapping) and MIXED_KEY in additional_config
 
 
 def read_request(
@@ -300,22 +304,16 @@ def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
             f"tensor parallelism: choose an allocation with a multiple of {ranks} full heads, or "
             "give gates and a sparsity, which is rounded down"
         )
+    # the rank of each head, if it is full
+    turn_LH = (full_LH.flatten().cumsum(0) - 1).view_as(full_LH) % ranks
     dealt = torch.empty(ranks, layers, heads // ranks, dtype=torch.int64)
-    turn = 0
-    for layer, row in enumerate(full_LH.tolist()):
-        own: list[list[int]] = [[] for _ in range(ranks)]
-        rest = []
-        for head, full in enumerate(row):
-            if not full:
-                rest.append(head)
-                continue
-            own[turn % ranks].append(head)
-            turn += 1
-        for rank, mine in enumerate(own):
-            missing = heads // ranks - len(mine)
-            mine += rest[:missing]
+    for layer, full_H in enumerate(full_LH):
+        rest = (~full_H).nonzero()[:, 0]
+        for rank in range(ranks):
+            own = (full_H & (turn_LH[layer] == rank)).nonzero()[:, 0]
+            missing = heads // ranks - len(own)
+            dealt[rank, layer] = torch.cat([own, rest[:missing]]).sort().values
             rest = rest[missing:]
-            dealt[rank, layer] = torch.tensor(sorted(mine))
     return dealt
 
 
@@ -329,141 +327,89 @@ NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 
-def _weights(engine: Any) -> str | None:
-    known = engine.quant_config is None or engine.quant_config.get_name() in QUANTISED
-    return None if known else str(engine.model_config.quantization)
-
-
-def _adapters(engine: Any) -> str | None:
-    if engine.lora_config is None:
-        return None
-    named = getattr(engine.lora_config, "target_modules", None) or PROJECTIONS
-    return next((name for name in named if name.rsplit(".")[-1] in PROJECTIONS), None)
-
-
-def _ranks(engine: Any) -> str | None:
-    heads = engine.model_config.get_total_num_kv_heads()
-    ranks = engine.parallel_config.tensor_parallel_size
-    even = heads % ranks == 0
-    return None if even else f"{ranks} and {heads} KV heads a layer: choose a divisor of {heads}"
-
-
-def _load_format(engine: Any) -> str | None:
-    name = str(engine.load_config.load_format)
-    return name if name in NOT_REORDERED else None
-
-
-def _sliding_layers(engine: Any) -> bool:
-    layers = getattr(engine.model_config.hf_text_config, "layer_types", None)
-    return "sliding_attention" in (layers or ())
-
-
-def _breakable_graphs(engine: Any) -> bool:
-    """Whether graphs break at the engine's own operators only, which would capture host work."""
-    mode = engine.compilation_config.cudagraph_mode
-    captures = mode is not None and mode.name != "NONE"
-    # where the engine notes its own decision
-    return captures and os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1"
-
-
-_CONTEXT = (
-    "context parallelism: leave out --decode-context-parallel-size and "
-    "--prefill-context-parallel-size"
-)
-_SLIDING = "sliding-window layers: their heads have no full cache to reallocate"
-_HYBRID = "leave it out, blocks of several kinds are what saves memory"
-_GRAPHS = (
-    "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 may "
-    "switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
-)
-_WEIGHTS = (
-    "quantised weights of format {}, whose heads it cannot reorder: serve one of "
-    f"{', '.join(QUANTISED)}, or a checkpoint in float32, bfloat16 or float16"
-)
-_ADAPTERS = (
-    "LoRA adapters of attention, whose heads are reordered: merge the adapter into the model, or "
-    "name the modules of an adapter of others with --lora-target-modules gate_proj up_proj "
-    "down_proj"
-)
-_DTYPES = ("auto", "float16", "bfloat16", "float32")
-
-# a setting of the engine (or what finds something in it), the values that work, and what is said
-# of another one, {}
-Refusal = tuple[str | Callable[[Any], Any], tuple[Any, ...], str]
-_ALWAYS: tuple[Refusal, ...] = (
-    (
-        "parallel_config.pipeline_parallel_size",
-        (1,),
-        "pipeline parallelism (--pipeline-parallel-size {}): use --tensor-parallel-size",
-    ),
-    ("parallel_config.decode_context_parallel_size", (1,), _CONTEXT),
-    ("parallel_config.prefill_context_parallel_size", (1,), _CONTEXT),
-    ("speculative_config", (None,), "speculative decoding: leave out --speculative-config"),
-    (
-        "cache_config.cache_dtype",
-        _DTYPES,
-        "a quantised KV cache (--kv-cache-dtype {}): leave it at auto",
-    ),
-    ("kv_transfer_config", (None,), "KV connectors: leave out --kv-transfer-config"),
-    (
-        "cache_config.kv_offloading_size",
-        (None,),
-        "offloading of the KV cache: leave out --kv-offloading-size",
-    ),
-    (
-        "model_config.hf_text_config.dual_chunk_attention_config",
-        (None, {}),
-        "dual chunk attention: remove dual_chunk_attention_config from the model's config",
-    ),
-    (_breakable_graphs, (False,), _GRAPHS),
-)
-REFUSALS: dict[str, tuple[Refusal, ...]] = {
-    REALLOCATION: (
-        *_ALWAYS,
-        (_weights, (None,), _WEIGHTS),
-        (_adapters, (None,), _ADAPTERS),
-        (_ranks, (None,), "--tensor-parallel-size {}"),
-        (
-            _load_format,
-            (None,),
-            "--load-format {}: what it loads is not reordered, leave it at auto",
-        ),
-        (
-            "scheduler_config.disable_hybrid_kv_cache_manager",
-            (None, False),
-            f"--disable-hybrid-kv-cache-manager: {_HYBRID}",
-        ),
-        ("cache_config.sliding_window", (None,), _SLIDING),
-        (_sliding_layers, (False,), _SLIDING),
-        (
-            "cache_config.kv_sharing_fast_prefill",
-            (False,),
-            "--kv-sharing-fast-prefill: leave it out",
-        ),
-    ),
-    # mixed attention leaves blocks and weights as they are, but its gates are those of all heads
-    ROLLOUT: (
-        *_ALWAYS,
-        (
-            "parallel_config.tensor_parallel_size",
-            (1,),
-            "tensor parallelism: run one engine per GPU",
-        ),
-    ),
-}
-
-
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
-    for setting, works, refusal in REFUSALS[feature]:
-        if callable(setting):
-            value = setting(vllm_config)
-        else:
-            value = vllm_config
-            for name in setting.split("."):
-                value = getattr(value, name, None)
-        if value not in works:
-            raise ValueError(f"rlkv: {feature} does not work with {refusal.format(value)}")
+    found = [*_unsupported(vllm_config)]
+    if feature == REALLOCATION:
+        found += _unsupported_by_reallocation(vllm_config)
+    elif vllm_config.parallel_config.tensor_parallel_size != 1:  # gates are those of all heads
+        found.append("tensor parallelism: run one engine per GPU")
+    if found:
+        raise ValueError(f"rlkv: {feature} does not work with {found[0]}")
+
+
+def _unsupported(engine: Any) -> Iterator[str]:
+    """Yield the settings that do not work with rlkv, each with what to do about it."""
+    parallel = engine.parallel_config
+    cache = engine.cache_config
+    if parallel.pipeline_parallel_size != 1:
+        yield (
+            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}): "
+            "use --tensor-parallel-size"
+        )
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        yield (
+            "context parallelism: leave out --decode-context-parallel-size and "
+            "--prefill-context-parallel-size"
+        )
+    if engine.speculative_config is not None:
+        yield "speculative decoding: leave out --speculative-config"
+    if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        yield f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto"
+    if engine.kv_transfer_config is not None:
+        yield "KV connectors: leave out --kv-transfer-config"
+    if cache.kv_offloading_size is not None:
+        yield "offloading of the KV cache: leave out --kv-offloading-size"
+    if getattr(engine.model_config.hf_text_config, "dual_chunk_attention_config", None):
+        yield "dual chunk attention: remove dual_chunk_attention_config from the model's config"
+    graphs = engine.compilation_config.cudagraph_mode
+    captures = graphs is not None and graphs.name != "NONE"
+    # where the engine notes its own decision; such graphs break at the engine's own operators only,
+    # and would capture work of the host
+    if captures and os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1":
+        yield (
+            "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 "
+            "may switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
+        )
+
+
+def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
+    """Yield the same for settings of weights that are reordered, and of blocks."""
+    quantised = engine.quant_config
+    if quantised is not None and quantised.get_name() not in QUANTISED:
+        yield (
+            f"quantised weights of format {engine.model_config.quantization}, whose heads it "
+            f"cannot reorder: serve one of {', '.join(QUANTISED)}, or a checkpoint in float32, "
+            "bfloat16 or float16"
+        )
+    if engine.lora_config is not None:
+        adapted = getattr(engine.lora_config, "target_modules", None) or PROJECTIONS
+        if any(name.rsplit(".")[-1] in PROJECTIONS for name in adapted):
+            yield (
+                "LoRA adapters of attention, whose heads are reordered: merge the adapter into the "
+                "model, or name the modules of an adapter of others with --lora-target-modules "
+                "gate_proj up_proj down_proj"
+            )
+    heads = engine.model_config.get_total_num_kv_heads()
+    ranks = engine.parallel_config.tensor_parallel_size
+    if heads % ranks:
+        yield (
+            f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of "
+            f"{heads}"
+        )
+    load_format = str(engine.load_config.load_format)
+    if load_format in NOT_REORDERED:
+        yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"
+    if engine.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
+            "saves memory"
+        )
+    layers = getattr(engine.model_config.hf_text_config, "layer_types", None) or ()
+    if engine.cache_config.sliding_window is not None or "sliding_attention" in layers:
+        yield "sliding-window layers: their heads have no full cache to reallocate"
+    if engine.cache_config.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill: leave it out"
 
 
 def prepare_engine(vllm_config: Any) -> float | None:
@@ -481,7 +427,7 @@ def prepare_engine(vllm_config: Any) -> float | None:
     """
     model = vllm_config.model_config
     request = read_request(vllm_config.additional_config)
-    if model is None or request is None or model.architecture.startswith(MIXED):
+    if model is None or request is None or asks_for_rollout(vllm_config.additional_config):
         return None
     if model.architecture not in SERVED:
         raise ValueError(

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -31,27 +30,7 @@ from rlkv.utils.files import write_json
 from rlkv.vllm.packing import BufferDemand, SinkWindowDemand
 
 FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
-EVERY = 5.0  # seconds between two reports: each walks all block tables
-
-
-class Reporter:
-    """The managers of one pool, which report what they hold together."""
-
-    def __init__(self) -> None:
-        self.bins: WeakSet[CountingManager] = WeakSet()
-        self.reported = 0.0
-
-    def report(self) -> None:
-        """Write what the bins hold to ``FOLDER``, if it is time or no request is left."""
-        now = time.monotonic()
-        if now - self.reported < EVERY and any(own.req_to_blocks for own in self.bins):
-            return
-        folder = os.environ.get(FOLDER)
-        if folder is not None and Path(folder).is_dir():
-            self.reported = now
-            held = [own.usage() for own in self.bins]
-            with suppress(OSError):  # a full disk must not stop the engine
-                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), held)
+EVERY = 5.0  # seconds between two reports of a bin: each walks all its block tables
 
 
 class UsageCollector(Collector):
@@ -67,7 +46,7 @@ class UsageCollector(Collector):
     def collect(self) -> Iterator[Any]:
         bins = []
         for file in sorted(Path(self.folder.name).glob("*.json")):
-            bins += json.loads(file.read_text())
+            bins.append(json.loads(file.read_text()))
         blocks = GaugeMetricFamily("rlkv:kv_blocks", "Blocks that requests hold.", labels=["heads"])
         held = GaugeMetricFamily("rlkv:kv_bytes", "Bytes of KV in these blocks.", labels=["heads"])
         for kind in ("full", "compressible"):
@@ -92,7 +71,6 @@ class UsageCollector(Collector):
 
 
 _published: list[UsageCollector] = []  # of this process: none or one
-_REPORTERS: WeakKeyDictionary[Any, Reporter] = WeakKeyDictionary()  # by the pool
 
 
 def publish(sparsity: float) -> None:
@@ -110,10 +88,18 @@ def publish(sparsity: float) -> None:
 class CountingManager(SingleTypeKVCacheManager):
     """A block manager that reports what its bin holds."""
 
-    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
-        self.reporter = _REPORTERS.setdefault(self.block_pool, Reporter())
-        self.reporter.bins.add(self)
+    reported = 0.0  # when it last did, by the monotonic clock
+
+    def report(self) -> None:
+        """Write what the bin holds to ``FOLDER``, if it is time or no request is left."""
+        now = time.monotonic()
+        if now - self.reported < EVERY and self.req_to_blocks:
+            return
+        folder = os.environ.get(FOLDER)
+        if folder is not None and Path(folder).is_dir():
+            self.reported = now
+            with suppress(OSError):  # a full disk must not stop the engine
+                write_json(Path(folder, f"{os.getpid()}-{id(self)}.json"), self.usage())
 
     def usage(self) -> dict[str, Any]:
         """Return what the bin holds now, and saves against the full cache."""
@@ -145,12 +131,12 @@ class CountingManager(SingleTypeKVCacheManager):
 
     def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(*args, **kwargs)
-        self.reporter.report()
+        self.report()
         return blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
-        self.reporter.report()
+        self.report()
         return blocks
 
 
@@ -341,39 +327,33 @@ class SinkWindowManager(CompressibleManager, _PromptCaching):
             alignment_tokens=alignment_tokens,
         )
         step = max(1, alignment_tokens // block_size)
-        longest = max_length // block_size
         demand = kv_cache_spec.demand
-        found: dict[int, Sequence[KVCacheBlock]] = {}
+        found: dict[int, Sequence[KVCacheBlock] | None] = {}
 
         def cached(number: int) -> bool:
             if number not in found:
-                blocks = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
-                if blocks:
-                    found[number] = blocks
-            return number in found
+                found[number] = block_pool.get_cached_block(hashes[number], kv_cache_group_ids)
+            return bool(found[number])
 
+        longest = max_length // block_size
         wanted = longest if kv_cache_spec.protect_prompt else demand.full(kv_cache_spec.sink)
-        window = demand.full(kv_cache_spec.window - 1)
         sinks = 0
         while sinks < min(wanted, longest) and cached(sinks):
             sinks += 1
-        end = (sinks if sinks < wanted else longest) // step * step
-        while end > sinks:
-            # from its end: a window with a hole ends before the hole
-            hole = end - 1
-            while hole >= max(sinks, end - window) and cached(hole):
-                hole -= 1
-            if hole < max(sinks, end - window):
+        if sinks < wanted:  # every token before the hit is needed
+            longest = sinks
+        end = longest // step * step
+        while True:
+            window = range(max(sinks, end - demand.full(kv_cache_spec.window - 1)), end)
+            if all(cached(number) for number in window):
                 break
-            end = hole // step * step
-        first = max(sinks, end - window)
-        table: tuple[list[KVCacheBlock], ...] = tuple(
-            [block_pool.null_block] * end for _ in kv_cache_group_ids
-        )
-        for number in (*range(min(sinks, end)), *range(first, end)):
-            for row, block in zip(table, found[number], strict=True):
-                row[number] = block
-        return table, end * block_size
+            end -= step
+        kept = [*range(min(sinks, end)), *window]
+        tables = tuple([block_pool.null_block] * end for _ in kv_cache_group_ids)
+        for number in kept:
+            for table, block in zip(tables, found[number] or (), strict=True):
+                table[number] = block
+        return tables, end * block_size
 
 
 class EvictingManager(CompressibleManager):

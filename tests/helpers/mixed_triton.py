@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers import interpreted
-from tests.helpers.interpreted import IN_BLOCK, KV_HEADS, QUERY_HEADS, SIZE
+from tests.helpers.interpreted import KV_HEADS, QUERY_HEADS, SIZE
 
 import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import MixedTritonBuilder, MixedTritonImpl
-from rlkv.vllm.paged import Writes, paged_mixed_attention, plan_mixed_reads
+from rlkv.vllm.paged import paged_mixed_attention, plan_mixed_reads
+from tests.helpers.scattered import Scattered
 
 SCALE = SIZE**-0.5
 SIZES = LocalSizes(20, 40)  # neither a whole number of blocks
@@ -30,29 +31,17 @@ def error_of(
     requests: list[tuple[int, int]], alpha: torch.Tensor, builder: MixedTritonBuilder, layer: Any
 ) -> float:
     """Largest difference from the torch path, on a step of these requests."""
-    generator = torch.Generator().manual_seed(len(requests))
-    blocks = [-(-length // IN_BLOCK) for _, length in requests]
-    free = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
-    cache = torch.full((len(free), KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
-    table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
-    for row, ((_, length), count) in enumerate(zip(requests, blocks, strict=True)):
-        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
-        cache[table[row, :count].long()] = 0  # the engine zeroes a block before its first token
-        order = torch.arange(length)
-        slots = table[row, order // IN_BLOCK].long() * IN_BLOCK + order % IN_BLOCK
-        key, value = (torch.randn(length, KV_HEADS, SIZE, generator=generator) for _ in range(2))
-        Writes.of(slots).store(key, value, cache)
-    queries = torch.tensor([n for n, _ in requests])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]).int()
-    lengths = torch.tensor([length for _, length in requests], dtype=torch.int32)
-    tokens = int(starts[-1])
-    query = torch.randn(tokens, QUERY_HEADS, SIZE, generator=generator)
-    common = interpreted.step_metadata(table, starts, lengths, tokens)
+    demand = builder.gap_rules.demand
+    own = Scattered(requests, demand, (QUERY_HEADS, KV_HEADS), SIZE)
+    query = own.step[0]
+    tokens = len(query)
+    common = interpreted.step_metadata(own.table, own.starts, own.lengths, tokens)
     found = torch.full((tokens + 2, *query.shape[1:]), 7.0)  # two rows of padding
     padded = torch.cat([query, torch.zeros(2, *query.shape[1:])])
+    cache = own.cache.nan_to_num(0)  # the engine zeroes a block before its first token
     layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
     expected = torch.empty_like(query)
-    reads = plan_mixed_reads(table, starts, lengths, builder.gap_rules.demand)
+    reads = plan_mixed_reads(own.table, own.starts, own.lengths, demand)
     paged_mixed_attention(query, cache, reads, alpha, SCALE, expected)
     assert (found[tokens:] == 7).all(), "padding was written to"
     return (found[:tokens] - expected).abs().max().item()

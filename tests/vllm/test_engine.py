@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import GPT2Config, LlamaConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import Rows, Sample, SamplingParams, gate_version
@@ -102,9 +103,8 @@ def test_logprobs_are_those_of_what_was_drawn(
         token = torch.tensor(sample.token_ids)[:, None]
         found = torch.tensor(sample.logprobs)
         exact.append((scores.log_softmax(-1).gather(1, token)[:, 0] - found).abs())
-        trainer = forced_logprobs(
-            model, rows.prompts[index], sample.token_ids, sampling.temperature
-        )
+        prompt = rows.prompts[index]
+        trainer = forced_logprobs(model, prompt, sample.token_ids, sampling.temperature)
         plain.append((trainer - found).abs())
     assert torch.cat(exact).max() < TOLERANCE
     # training takes a mean above 0.5 for another model; what is cut off of this random one is much
@@ -184,12 +184,7 @@ def test_rows_have_draws_of_their_own(opened: tuple[Path, VLLMEngine]) -> None:
 
 
 def test_seeds_of_rows_differ() -> None:
-    seeds = {
-        row_seed(seed, rollout, row)
-        for seed in range(5)
-        for rollout in range(9)
-        for row in range(64)
-    }
+    seeds = {row_seed(*numbers) for numbers in product(range(5), range(9), range(64))}
     assert len(seeds) == 5 * 9 * 64
     assert 0 <= min(seeds) < max(seeds) < 2**63
     assert row_seed(2**63 - 1, 2**31 - 1, 2**31 - 1) >= 0
@@ -247,11 +242,13 @@ def test_wrong_use_is_named(
         engine.set_gates(random_gates(0))
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config
-
+def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not GPT2LMHeadModel"):
+        _mixed_options(str(tmp_path), SIZES)
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    with pytest.raises(ValueError, match="keeps the rlkv plugin out"):
         _mixed_options(str(tmp_path), SIZES)
 
 

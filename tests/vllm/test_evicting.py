@@ -100,7 +100,7 @@ def test_rounds_cover_a_step_and_cut_it_at_evictions(demand: BufferDemand, chunk
             is_due = bool(positions) and demand.evicts_before(positions[0])
             assert (row in part.due) == is_due
             if is_due:
-                assert part.due_positions[part.due.index(row)] == positions[0]
+                assert part.due_positions[part.due == row].tolist() == positions[:1]
             if positions:
                 assert part.lengths[at] == int(demand.entries(torch.tensor(positions[-1]))) + 1
             seen[row] += positions
@@ -115,7 +115,7 @@ def test_rows_of_padding_take_part_with_nothing() -> None:
     demand = BufferDemand(16, 40, 24, 8, 4)
     (only,) = plan_rounds(demand, [0, 1, 2, 2, 2], [65, 10, 0, 0])
     assert only.rows == [0, 1, 2, 3]
-    assert only.due == [0]
+    assert only.due.tolist() == [0]
     assert only.lengths == [41, 10, 0, 0]
     assert only.tokens is None
 
@@ -135,38 +135,27 @@ def test_an_eviction_keeps_what_the_policy_selects(
 ) -> None:
     """Three requests in scattered blocks, one by one or together; other blocks stay."""
     monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
-    policy = make_policy(
-        name,
-        budget=demand.budget,
-        buffer=demand.buffer,
-        observation=demand.observation,
-        variant=variant,
-        sink=1,
-    )
+    sizes = {"budget": demand.budget, "buffer": demand.buffer, "observation": demand.observation}
+    policy = make_policy(name, **sizes, variant=variant, sink=1)
     generator = torch.Generator().manual_seed(0)
     rows, per_request = 3, demand.compressible(demand.capacity)
     blocks = torch.randperm(rows * per_request + 2, generator=generator)[: rows * per_request]
     table = blocks.view(rows, per_request).int()
-    cache = torch.full(
-        (rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE), float("nan")
-    )
-    heads = KV_HEADS * demand.group_size
+    cache_shape = (rows * per_request + 2, KV_HEADS, demand.block_size, 2 * SIZE)
+    cache = torch.full(cache_shape, float("nan"))
     # the tokens before an eviction, of a request that evicted before or did not
-    nexts = torch.tensor(
-        [demand.capacity, demand.capacity + demand.buffer, demand.capacity + 3 * demand.buffer]
-    )
+    nexts = demand.capacity + torch.tensor([0, demand.buffer, 3 * demand.buffer])
+    heads = KV_HEADS * demand.group_size
     query = torch.randn(rows, demand.observation, heads, SIZE, generator=generator)
-    key, value = (
-        torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator) for _ in range(2)
-    )
+    key = torch.randn(rows, demand.capacity, KV_HEADS, SIZE, generator=generator)
+    value = torch.randn(key.shape, generator=generator)
     for row in range(rows):
         entries = torch.arange(demand.capacity)
         slots = entry_slots(demand, table, torch.full_like(entries, row), entries)
         Writes.of(slots).store(key[row], value[row], cache)
         positions = nexts[row] - demand.observation + torch.arange(demand.observation)
-        places = query_slots(
-            demand, table, torch.full_like(positions, row), demand.observed(positions)
-        )
+        observed = demand.observed(positions)
+        places = query_slots(demand, table, torch.full_like(positions, row), observed)
         for entries, own in zip(query_entries(query[row], KV_HEADS), places, strict=True):
             Writes.of(own).store(*entries.chunk(2, -1), cache)
     found = observed_queries(cache, table.long(), nexts, demand)
@@ -181,22 +170,7 @@ def test_an_eviction_keeps_what_the_policy_selects(
         expected = torch.cat([key[row], value[row]], dim=-1).transpose(0, 1)
         index = kept[row][..., None].expand(-1, -1, 2 * SIZE)
         assert torch.equal(stored, expected.gather(1, index))
-    changed = (cache != before) & ~(cache.isnan() & before.isnan())
-    touched = (
-        table[:, demand.query_blocks : demand.query_blocks + demand.full(demand.budget)]
-        .flatten()
-        .long()
-    )
-    assert not changed[[n for n in range(len(cache)) if n not in touched]].any()
-
-
-def test_slots_of_what_is_not_kept() -> None:
-    demand = BufferDemand(16, 40, 24, 8, 3)
-    table = torch.tensor([[7, 3, 9, 4, 8]])
-    places = torch.tensor([NOWHERE, 0, 5])
-    found = query_slots(demand, table, torch.zeros(3, dtype=torch.int64), places)
-    assert found.tolist() == [[NOWHERE, 7 * 16, 7 * 16 + 10], [NOWHERE, 7 * 16 + 1, 7 * 16 + 11]]
-    assert entry_slots(demand, table, torch.tensor([0, 0]), torch.tensor([0, 20])).tolist() == [
-        3 * 16,
-        9 * 16 + 4,
-    ]
+    first = demand.query_blocks
+    touched = table[:, first : first + demand.full(demand.budget)].flatten().tolist()
+    others = [block for block in range(len(cache)) if block not in touched]
+    assert torch.equal(cache[others].nan_to_num(9.0), before[others].nan_to_num(9.0))

@@ -19,7 +19,6 @@ MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 # called by rlkv, with these parameters
 CALLS = {
     "vllm:ModelRegistry.register_model": "model_arch model_cls",
-    "vllm:ModelRegistry.get_supported_archs": "",
     "vllm.config:VllmConfig.__post_init__": "self",
     "vllm.config:ModelConfig.get_total_num_kv_heads": "self",
     "vllm.distributed:get_tensor_model_parallel_rank": "",
@@ -87,11 +86,11 @@ FIELDS = {
     ),
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:LoRAConfig": "target_modules",
-    "vllm.config:CompilationConfig": "static_forward_context splitting_ops",
+    "vllm.config:CompilationConfig": "static_forward_context splitting_ops cudagraph_mode",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
         "kv_cache_memory_bytes skip_tokenizer_init generation_config logprobs_mode "
-        "enable_chunked_prefill worker_extension_cls hf_overrides additional_config"
+        "enable_chunked_prefill worker_extension_cls additional_config"
     ),
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes "

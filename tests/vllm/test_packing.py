@@ -9,15 +9,13 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.vllm.packing import BufferDemand, PackingPlan, SinkWindowDemand, plan_heads, plan_packing
 from rlkv.vllm.settings import ServingSettings
 
-SHAPES = [
-    (28, 4),
-    (32, 8),
-    (36, 8),
-    (28, 2),
-]  # the three models of the paper, and one with very few KV heads
-
-
+# the three models of the paper, and one with very few KV heads
+SHAPES = [(28, 4), (32, 8), (36, 8), (28, 2)]
 SPARSITIES = [0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 0.9, 1.0]
+
+
+def random_heads(shape: tuple[int, int], sparsity: float, seed: int = 0) -> torch.Tensor:
+    return HeadAllocation.random(*shape, sparsity, seed).full
 
 
 def check_places(plan: PackingPlan, full: torch.Tensor) -> None:
@@ -37,7 +35,7 @@ def check_places(plan: PackingPlan, full: torch.Tensor) -> None:
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 def test_bytes_are_within_five_percent_of_ideal(shape: tuple[int, int], sparsity: float) -> None:
     for seed in range(3):
-        full = HeadAllocation.random(*shape, sparsity, seed).full
+        full = random_heads(shape, sparsity, seed)
         plan = plan_packing(full, SinkWindowDemand(16, 16, 64), reference_tokens=3000)
         check_places(plan, full)
         assert len(plan.bins) <= (1 if sparsity in (0, 1) else 4 if sparsity == 0.9 else 2)
@@ -51,7 +49,7 @@ def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
     """Compressible heads hold more than with sinks and window: their blocks must fit better."""
     demand = BufferDemand(16, budget, buffer=128, observation=8, group_size=4)
     for sparsity in SPARSITIES:
-        full = HeadAllocation.random(*shape, sparsity, 0).full
+        full = random_heads(shape, sparsity)
         plan = plan_packing(full, demand, reference_tokens=3000)
         check_places(plan, full)
         assert len(plan.bins) <= 4
@@ -59,24 +57,17 @@ def test_bytes_with_eviction(shape: tuple[int, int], budget: int) -> None:
 
 
 def test_short_requests_waste_more() -> None:
-    """In blocks of 32 the longest block is a good part of a text of 370 tokens.
-
-    At most four tables all the same.
-    """
+    """In blocks of 32 the longest block is a good part of a text of 370 tokens."""
     worst = 0.0
     for sparsity in SPARSITIES:
-        plan = plan_packing(
-            HeadAllocation.random(2, 8, sparsity, 0).full, SinkWindowDemand(32, 4, 28), 370
-        )
+        plan = plan_packing(random_heads((2, 8), sparsity), SinkWindowDemand(32, 4, 28), 370)
         assert len(plan.bins) <= 4
         worst = max(worst, plan.waste(370))
     assert 1.1 < worst < 1.15
 
 
 def test_few_full_heads_have_long_blocks() -> None:
-    plan = plan_packing(
-        HeadAllocation.random(32, 8, 0.8, 0).full, SinkWindowDemand(16, 16, 64), 3000
-    )
+    plan = plan_packing(random_heads((32, 8), 0.8), SinkWindowDemand(16, 16, 64), 3000)
     assert [(own.full, len(own.heads), own.demand.block_size) for own in plan.bins] == [
         (True, 51, 64),
         (False, 205, 16),
@@ -92,7 +83,7 @@ def test_few_full_heads_have_long_blocks() -> None:
 
 
 def test_layers_are_cut_only_where_a_bin_ends() -> None:
-    full = HeadAllocation.random(32, 8, 0.9, 0).full
+    full = random_heads((32, 8), 0.9)
     plan = plan_packing(full, SinkWindowDemand(16, 16, 64), 3000)
     assert len(plan.bins) > 2
     kinds = sum(len(set(row)) for row in full.tolist())
@@ -113,7 +104,7 @@ def test_blocks_of_a_request() -> None:
 
 
 def test_all_ranks_have_bins_of_the_same_sizes() -> None:
-    full = HeadAllocation.random(32, 8, 0.9375, 0).full
+    full = random_heads((32, 8), 0.9375)
     rows = tuple("".join("01"[kept] for kept in row) for row in full.tolist())
     settings = ServingSettings(full=rows, sink=16, window=64)
     (whole,) = plan_heads(settings, 16, 4, 8192)

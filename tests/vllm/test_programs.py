@@ -1,4 +1,4 @@
-"""``rlkv-infer --backend vllm`` and vLLM's server with the plugin, on the built-in model."""
+"""``rlkv-infer --backend vllm`` and vLLM's server with the plugin; ``rlkv-bench serving``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
+from rlkv.cli.jobs import bench_main
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import InferenceEngine
@@ -29,6 +30,7 @@ from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.engines import need_vllm
+from tests.helpers.exit_code import exit_code
 from tests.helpers.served import ServedModel, post, served_model
 
 need_vllm()
@@ -118,6 +120,23 @@ def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, options: str) 
     found = infer(folder, "vllm", options.split())
     assert found == infer(folder, "hf", options.split())
     assert len(found) == N
+
+
+BENCH = """--layers 2 --hidden 128 --query-heads 2 --kv-heads 2 --requests 4 --prompt-tokens 6
+    --output-tokens 40 --pool-tokens 320 --sparsities 0.5 --rounds 1"""
+
+
+def test_the_benchmark_serves_both_the_same_requests(tmp_path: Path) -> None:
+    """No time is judged."""
+    options = [*BENCH.split(), "--output-dir", tmp_path]
+    assert exit_code(bench_main, "rlkv-bench", "serving", *options) == 0
+    found = json.loads((tmp_path / "serving.json").read_text())
+    assert [run["mode"] for run in found["runs"]] == ["full cache", "sparsity 0.5"]
+    assert len({run["total_num_tokens"] for run in found["runs"]}) == 1
+    assert all(row["tokens_per_second"] > 0 for row in found["results"])
+    assert found["vllm"]
+    assert (tmp_path / "serving.png").stat().st_size > 5000
+    assert "| sparsity 0.5 |" in (tmp_path / "serving.md").read_text()
 
 
 def test_the_server_answers_with_head_reallocation(folder: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from rlkv.vllm import specs
 from rlkv.vllm.specs import (
     EvictingManager,
     EvictingSpec,
+    PackedFullManager,
     PackedFullSpec,
-    Reporter,
     SinkWindowManager,
     SinkWindowSpec,
     UsageCollector,
@@ -78,57 +78,45 @@ class FakePool:
         return [f"{group}:{block_hash}" for group in groups] if block_hash in self.cached else None
 
 
+ALL = set(range(12))
+
+
 @pytest.mark.parametrize(
-    ("cached", "hit"),
+    ("cached", "hit", "protect", "alignment"),
     [
-        (set(), 0),
-        ({0}, 1),  # of two blocks of sinks: every token before the hit is needed
-        ({0, 1}, 2),
-        ({0, 1, 2}, 3),
-        ({1, 2, 3, 4, 5}, 0),  # no sinks
-        ({0, 1, 9, 10, 11}, 12),  # sinks, and three blocks of window
-        ({0, 1, 10, 11}, 2),  # half a window
-        ({0, 1, 5, 6, 7, 10, 11}, 8),
-        ({0, 1, 3, 4, 5, 7, 8, 9, 11}, 10),
-        (set(range(12)), 12),
-        ({0, 7, 8, 9}, 1),
+        (set(), 0, False, 16),
+        ({0}, 1, False, 16),  # of two blocks of sinks: every token before the hit is needed
+        ({0, 1}, 2, False, 16),
+        ({0, 1, 2}, 3, False, 16),
+        ({1, 2, 3, 4, 5}, 0, False, 16),  # no sinks
+        ({0, 1, 9, 10, 11}, 12, False, 16),  # sinks, and three blocks of window
+        ({0, 1, 10, 11}, 2, False, 16),  # half a window
+        ({0, 1, 5, 6, 7, 10, 11}, 8, False, 16),
+        ({0, 1, 3, 4, 5, 7, 8, 9, 11}, 10, False, 16),
+        (ALL, 12, False, 16),
+        ({0, 7, 8, 9}, 1, False, 16),
+        ({0, 1, 4, 5, 6, 7, 8}, 8, False, 32),  # the scheduler's blocks have two of these
+        # all of a protected prompt is needed
+        (set(), 0, True, 16),
+        ({0, 1, 9, 10, 11}, 2, True, 16),
+        ({1, 2}, 0, True, 16),
+        (ALL, 12, True, 16),
     ],
 )
-def test_cache_hits_need_sinks_and_a_window(cached: set[int], hit: int) -> None:
+def test_cache_hits_need_sinks_and_a_window(
+    cached: set[int], hit: int, protect: bool, alignment: int
+) -> None:
     pool: Any = FakePool(cached)
-    hashes: Any = list(range(12))
+    own = spec(protect_prompt=protect)
     tables, tokens = SinkWindowManager.find_longest_cache_hit(
-        hashes, 12 * 16 + 5, [4, 7], pool, spec(), False, 16
+        list(range(12)), 12 * 16 + 5, [4, 7], pool, own, False, alignment
     )
     assert tokens == hit * 16
-    assert pool.lookups <= 2 * 12 + 2
+    assert pool.lookups <= len(ALL)
+    needed = [protect or number < 2 or number >= hit - 3 for number in range(hit)]
     for group, table in zip((4, 7), tables, strict=True):
-        needed = {number for number in range(hit) if number < 2 or number >= hit - 3}
-        assert table == [
-            f"{group}:{number}" if number in needed else "null" for number in range(hit)
-        ]
-
-
-@pytest.mark.parametrize(
-    ("cached", "hit"), [(set(), 0), ({0, 1, 9, 10, 11}, 2), ({1, 2}, 0), (set(range(12)), 12)]
-)
-def test_cache_hits_need_all_of_a_protected_prompt(cached: set[int], hit: int) -> None:
-    pool: Any = FakePool(cached)
-    own = spec(protect_prompt=True)
-    tables, tokens = SinkWindowManager.find_longest_cache_hit(
-        list(range(12)), 12 * 16 + 5, [4], pool, own, False, 16
-    )
-    assert tokens == hit * 16
-    assert tables == ([f"4:{number}" for number in range(hit)],)
-
-
-def test_hits_are_aligned_to_the_scheduler() -> None:
-    pool: Any = FakePool({0, 1, 4, 5, 6, 7, 8})
-    hashes: Any = list(range(12))
-    _, tokens = SinkWindowManager.find_longest_cache_hit(
-        hashes, 12 * 16, [0], pool, spec(), False, 32
-    )
-    assert tokens == 8 * 16
+        names = [f"{group}:{number}" for number in range(hit)]
+        assert table == [name if own else "null" for name, own in zip(names, needed, strict=True)]
 
 
 def test_blocks_between_sinks_and_window_are_given_back() -> None:
@@ -186,33 +174,27 @@ def test_reports_come_every_five_seconds_and_when_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported = []
-
-    class Bin:
-        req_to_blocks: dict[str, Any] = {"0": []}  # noqa: RUF012
-
-        def usage(self) -> dict[str, Any]:
-            reported.append(self)
-            return {"heads": "full", "blocks": 1, "bytes": 2, "saved": 3, "evictions": 4}
-
-    reporter, bins = Reporter(), [Bin(), Bin()]
-    reporter.bins.update(bins)  # type: ignore[arg-type]
+    usage = {"heads": "full", "blocks": 1, "bytes": 2, "saved": 3, "evictions": 4}
+    bins = [manager_of(PackedFullManager, PackedFullSpec(**SIZES))[0] for _ in range(2)]
+    for manager in bins:
+        manager.req_to_blocks["0"] = []
+        monkeypatch.setattr(manager, "usage", lambda: reported.append(usage) or usage)
+    first, second = bins
     clock = iter((99.0, 100.0, 104.9, 105.1, 105.2, 105.3))
     monkeypatch.setattr(specs.time, "monotonic", lambda: next(clock))
     monkeypatch.delenv(specs.FOLDER, raising=False)
-    reporter.report()
+    first.report()
     assert not reported, "nobody asked"
     collector = UsageCollector(0.5)
     monkeypatch.setenv(specs.FOLDER, collector.folder.name)
-    for number in (2, 2, 4):
-        reporter.report()
+    for number in (1, 1, 2):
+        first.report()
         assert len(reported) == number
-    bins[0].req_to_blocks = {}
-    reporter.report()
-    assert len(reported) == 4, "another bin still holds a request"
-    bins[1].req_to_blocks = {}
-    reporter.report()
-    assert len(reported) == 6
-    assert len(list(Path(collector.folder.name).iterdir())) == 1
+    first.req_to_blocks.clear()
+    for manager, number in ((first, 3), (second, 4)):
+        manager.report()
+        assert len(reported) == number
+    assert len(list(Path(collector.folder.name).iterdir())) == 2
     values = {}
     for family in collector.collect():
         for sample in family.samples:
