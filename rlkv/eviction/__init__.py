@@ -1,6 +1,6 @@
 """Token eviction: what a compressible head keeps.
 
-A new policy is one file with a ``@register`` class (:mod:`rlkv.eviction.base`) and its import here.
+A new policy is a ``@register`` class in :mod:`rlkv.eviction.policies`, and its import here.
 """
 
 from rlkv.eviction.base import POLICIES as POLICIES
