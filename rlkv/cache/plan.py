@@ -25,7 +25,8 @@ from rlkv.cache.schedule import (
     split_call,
 )
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.kernels.step import DEFAULTS, KERNEL, DecodeStep, switched_on
+from rlkv.kernels.step import DecodeStep
+from rlkv.utils.runtime import KERNEL, check_switches, switched_on
 
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
@@ -129,8 +130,7 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
-        for switch in DEFAULTS:
-            switched_on(switch)  # refuses a misspelt value before a model is loaded
+        check_switches()
 
     def check_positions(self, positions: int) -> None:
         """Raise ``ValueError`` if the heads would keep more than a model of ``positions`` reads.

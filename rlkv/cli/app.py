@@ -39,6 +39,8 @@ from typing import (
 import tyro
 import yaml
 
+from rlkv.utils.runtime import check_switches
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
 T = TypeVar("T")
 YES = {"true", "yes", "1"}
@@ -446,6 +448,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # whatever the locale, as stderr does
         with nullcontext() if os.environ.get(VERBOSE) else quiet():
+            check_switches()
             app()
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -276,8 +276,8 @@ def open_outputs(
     assert config.max_length is not None
     assert config.max_new_tokens is not None
     if config.outputs is not None:
-        tokenizer = load_tokenizer(config.model)
         texts = recorded_outputs(config.outputs, config.outputs_field, problems)
+        tokenizer = load_tokenizer(config.model)
         return read_outputs(texts, indices, tokenizer, config.max_new_tokens)
     engine = sized_and_announced(config, len(indices)).load_engine()
     limit = min(config.max_length, engine.max_positions)

@@ -26,7 +26,6 @@ from rlkv.rollout.decoding import StopRule
 from rlkv.rollout.hf import HFEngine
 
 OnText = Callable[[str], None]
-DEFAULTS = CacheSettings()
 
 
 def cache_nbytes(cache: Cache) -> int:
@@ -74,10 +73,11 @@ class InferenceEngine(HFEngine):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         allocation: HeadAllocation,
-        settings: CacheSettings = DEFAULTS,
+        settings: CacheSettings | None = None,
         batch_size: int = 8,
     ) -> None:
         super().__init__(model, tokenizer, batch_size)
+        settings = settings or CacheSettings()
         settings.check_positions(self.max_positions)
         self.allocation = allocation
         self.settings = settings

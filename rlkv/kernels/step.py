@@ -5,7 +5,6 @@ Loads no Triton, which may be absent.
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,9 +13,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-KERNEL = "RLKV_DECODE_KERNEL"
-GRAPH = "RLKV_DECODE_GRAPH"
-DEFAULTS = {KERNEL: True, GRAPH: False}  # graphs: off until they have run on a GPU as they are now
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
 # one tile of queries and of outputs has to fit into registers
@@ -60,14 +56,6 @@ class DecodeStep:
         if self._arrivals.numel() < heads:
             self._arrivals = self._arrivals.new_zeros(heads)
         return self._partials, self._arrivals
-
-
-def switched_on(switch: str) -> bool:
-    """Return whether an environment variable of ``DEFAULTS`` is on; ValueError if misspelt."""
-    value = os.environ.get(switch, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{switch} is {value!r}: set it to 0 or 1, or leave it out")
-    return value == "1" if value else DEFAULTS[switch]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:

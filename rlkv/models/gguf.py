@@ -16,6 +16,7 @@ from rlkv.models.builtin import made_once
 from rlkv.utils.runtime import require
 
 SUFFIX = ".gguf"
+FORMAT = 1  # of the folders: another one where a file is to be converted anew
 CONTENT = "rlkv"  # of the turn that shows how the chat template ends one
 
 
@@ -23,14 +24,16 @@ def find_gguf(model: str) -> Path | None:
     """Return the file, if ``model`` is one, or a folder with one and without ``config.json``.
 
     Raises:
-        ValueError: if such a folder has several, of which none can be meant.
+        ValueError: if the file is absent, or a folder has several, of which none can be meant.
     """
     path = Path(model).expanduser()
-    if path.suffix.lower() == SUFFIX and path.is_file():
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"{model!r}: there is no such file")
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{model!r} holds several GGUF files ({names}): give the path of one")
@@ -44,7 +47,8 @@ def gguf_folder(file: Path) -> Path:
         ValueError: if the package ``gguf`` is absent or transformers cannot read the file.
     """
     about = file.stat()
-    name = f"gguf-{_checksum(file, about.st_size, about.st_mtime_ns)[:16]}"
+    checksum = _checksum(file, about.st_size, about.st_mtime_ns)
+    name = f"gguf-{FORMAT}-{checksum[:16]}"
     return made_once(name, f"the model {file.name}", lambda folder: _convert(file, folder))
 
 
@@ -60,7 +64,13 @@ def _convert(file: Path, folder: Path) -> None:
     require("gguf", "gguf")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype="bfloat16")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **source, dtype="bfloat16", output_loading_info=True
+        )
+        model = loaded[0]
+        missing = loaded[1]["missing_keys"]  # transformers would draw them at random
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing; is it one part of several?")
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a reader of its own, whose errors have no class in common
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -73,6 +83,11 @@ def _convert(file: Path, folder: Path) -> None:
     model.is_quantized = False
     del model.config.quantization_config
     ends = end_tokens(tokenizer, model.config)
+    if not ends:
+        raise ValueError(
+            f"the GGUF file {str(file)!r} names no token that ends a text: give the model's "
+            "original folder or hub id"
+        )
     tokenizer.eos_token_id = ends[0]
     if tokenizer.pad_token_id not in ends:
         tokenizer.pad_token_id = ends[0]
@@ -88,19 +103,25 @@ def end_tokens(tokenizer: Any, config: Any) -> list[int]:
 
     A GGUF file names one of them; chat models may end with any.
     """
-    found = []
-    if tokenizer.chat_template:
-        turns = [
-            {"role": "user", "content": CONTENT},
-            {"role": "assistant", "content": CONTENT},
-        ]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        after = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False)["input_ids"]
-        if after and after[0] in tokenizer.added_tokens_decoder:
-            found.append(after[0])
+    found = _ends_of_turns(tokenizer)
     eos = config.eos_token_id
     found += eos if isinstance(eos, list) else [eos]
     found += [tokenizer.eos_token_id, tokenizer.pad_token_id]
     # transformers' tokenizers add what a file does not have, behind the model's vocabulary
     known = [token for token in found if token is not None and token < config.vocab_size]
     return list(dict.fromkeys(known))
+
+
+def _ends_of_turns(tokenizer: Any) -> list[int]:
+    """Return the special token behind an assistant's turn; none if the template shows no such."""
+    turns = [
+        {"role": "user", "content": CONTENT},
+        {"role": "assistant", "content": CONTENT},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # there is no template, or one that refuses these turns in its own way
+        return []
+    _, content, tail = text.rpartition(CONTENT)
+    after = tokenizer(tail, add_special_tokens=False)["input_ids"] if content else []
+    return [token for token in after[:1] if token in tokenizer.added_tokens_decoder]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from rlkv.kernels.step import GRAPH, switched_on
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.graphed import GraphedStep, graphed_step
 from rlkv.utils.devices import moved
+from rlkv.utils.runtime import GRAPH, switched_on
 
 AT_ONCE = 1024  # most likely tokens that are looked at before all are sorted
 # share of rows that still run at which the others leave: every change copies the cache

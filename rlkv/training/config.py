@@ -343,6 +343,15 @@ class GateTrainingArguments(GRPOConfig):
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
+        if self.per_device_train_batch_size < 1:
+            raise ValueError(
+                "per_device_train_batch_size must be at least 1, got "
+                f"{self.per_device_train_batch_size}"
+            )
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(
+                f"max_steps must be at least 1, or -1 (by the epochs), got {self.max_steps}"
+            )
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
             self.gradient_accumulation_steps = passes(

@@ -28,6 +28,7 @@ from rlkv.training.config import RESUMABLE_KEYS, UNPUBLISHED_KEYS, RunSettings
 from rlkv.utils.files import (
     TEXT_SIZE,
     append_line,
+    check_folder,
     curve_figure,
     read_json,
     read_log,
@@ -473,6 +474,7 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
             version, or this run and ``resume`` is off.
         StoreInUseError: if another process is writing it.
     """
+    check_folder(folder)
     noted = folder / RUN_CONFIG
     check_free(folder)
     newest = last_checkpoint(folder)

@@ -33,7 +33,24 @@ PACKAGES = (
     "math-verify",
     "vllm",
 )
+KERNEL = "RLKV_DECODE_KERNEL"
+GRAPH = "RLKV_DECODE_GRAPH"
+SWITCHES = {KERNEL: True, GRAPH: False}  # graphs: off until they have run on a GPU as they are now
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def switched_on(switch: str) -> bool:
+    """Return whether an environment variable of ``SWITCHES`` is on; ValueError if misspelt."""
+    value = os.environ.get(switch, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{switch} is {value!r}: set it to 0 or 1, or leave it out")
+    return value == "1" if value else SWITCHES[switch]
+
+
+def check_switches() -> None:
+    """Refuse a misspelt value before a model is loaded."""
+    for switch in SWITCHES:
+        switched_on(switch)
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -125,12 +125,14 @@ _BRACKET_NAMES = {"lt": "<", "gt": ">", "langle": "(", "rangle": ")"}
 _DRESS: list[Rule] = [
     (r"^\s*(\*\*|\*|__|`|\")(.*)\1\s*$", r"\2"),
     (r"\\+\s*$", ""),
+    (r"(?<!\\)\\[()\[\]]", " "),
     (r"(?:\bUSD?\s*)?\\\$", r" \\text{dollar} "),
     # groups of digits, then the spaces that are left
     (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))|(?<=\d)(?:\\!|'|_)(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\{[.,]\}(?=\d)", "."),
     (r"(?<=\d)\{:\}(?=\d)", ":"),
     (r"\\(?:checkmark|blacksquare|square|qed)(?![A-Za-z])", " "),
+    (r"(?<!\\)\\!", ""),
     (rf"(?<!\\)\\[,;:> \n]|~|\\(?:quad|qquad|thinspace|space|enspace){_END}", " "),
     (r"\\(?:tag|label|hspace|vspace|[hv]?phantom)\*?\s*\{[^{}]*\}", " "),
     (r"\\fcolorbox\s*\{[^{}]*\}", r"\\colorbox"),
@@ -144,6 +146,7 @@ _DRESS: list[Rule] = [
     (r"\\end\{(?:[bpB]|small)?(?:matrix|array)\}", r"\\end{pmatrix}"),
     (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
     (rf"\\[dtc]frac{_END}", r"\\frac"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (rf"\\(sqrt|bar|overline)\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\\1\2{\3}"),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
 ]
@@ -152,6 +155,7 @@ _SYMBOLS: list[Rule] = [
     (rf"\\(?:geqslant|geqq|geq){_END}|>=", r"\\ge "),
     (rf"\\neq{_END}|\\not\s*=|(?<![\d)])!=", r"\\ne "),
     (rf"\\(lt|gt|langle|rangle){_END}", lambda m: _BRACKET_NAMES[m[1]]),
+    (rf"\\[lr]?vert{_END}", "|"),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}|^\s*\{{\s*\}}$", r"\\emptyset "),
     (rf"\\(?:lor|vee){_END}", r" \\text{or} "),
     (rf"\\(?:Bbb|mathbb)\s*\{{?\s*([RZQNC])(?:\s*\}})?|\\([RZQN]){_END}", r"\\mathbb{\1\2}"),

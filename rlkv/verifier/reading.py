@@ -35,6 +35,7 @@ _SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 1
 _FRACTIONS = "half third fourth fifth sixth seventh eighth ninth tenth"
 _PARTS = {word: i for i, word in enumerate(_FRACTIONS.split(), start=2)}
 _PARTS |= {"quarter": 4, "hundredth": 100, "thousandth": 1000}
+_POWERS = {"squared": "^{2}", "cubed": "^{3}"}
 
 
 def _latex(number: Fraction) -> str:
@@ -80,8 +81,11 @@ def _with_digits(match: re.Match[str]) -> str:
     words = re.findall(_WORD, match[0])
     out = []
     if match.string[: match.start()].rstrip()[-1:] in tuple("0123456789}"):
-        while words and words[0] in (*_SCALES, *_PARTS):  # 4 million, 3 quarters
+        while words and words[0] in (*_SCALES, *_PARTS, *_POWERS):  # 4 million, 3 quarters
             word = words.pop(0)
+            if word in _POWERS:
+                out.append(_POWERS[word])
+                continue
             out.append(rf"\cdot {_latex(Fraction(_SCALES.get(word, 1), _PARTS.get(word, 1)))}")
     while words:
         number, used = _number(words)

@@ -231,9 +231,19 @@ class Reads:
     prefix_R: Tensor
     window: int
 
-    @cached_property
     def mask(self) -> Tensor | None:
-        """Mask of the entries that each query sees, bool ``[R, Q, K]``; None: all."""
+        """Mask of the entries that each query sees, bool ``[R, Q, K]``; None: all.
+
+        Kept for the layers of a step for decoding queries alone: the masks of a long prompt, all
+        together, may be large.
+        """
+        return self._decoding_mask if self.position_RQ.shape[1] == 1 else self._make_mask()
+
+    @cached_property
+    def _decoding_mask(self) -> Tensor | None:
+        return self._make_mask()
+
+    def _make_mask(self) -> Tensor | None:
         column_RQK = self.column_RK[:, None]
         distance = self.position_RQ[:, :, None] - column_RQK
         kept = (column_RQK < self.prefix_R[:, None, None]) | (distance < self.window)
@@ -326,7 +336,7 @@ def paged_local_attention(
         query = query_TXD[part.tokens].float().view(rows, queries, kv_heads, -1, out.shape[2])
         query = query.permute(0, 2, 3, 1, 4)  # [R, H, G, Q, D]
         group = query.shape[2]
-        mask = part.mask
+        mask = part.mask()
         if mask is not None:  # [R, 1, G * Q, K]
             mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
         key, value = states.chunk(2, -1)

@@ -13,9 +13,9 @@ from rlkv.benchmarks.decode import GRAPH, KERNEL, Steps, kernel_serves, step_row
 from rlkv.benchmarks.texts import text_contender, text_row
 from rlkv.benchmarks.turns import DecodeConfig, take_turns
 from rlkv.evaluation.evaluate import parse_methods
-from rlkv.kernels.step import GRAPH as SWITCH
 from rlkv.rollout import graphed
 from rlkv.rollout.footprint import GIB
+from rlkv.utils.runtime import GRAPH as SWITCH
 from tests.gpu.conftest import LLAMA_8B, RESERVE_GIB, Built, layers_that_fit
 from tests.helpers.graphed import AHEAD, WAYS, decode_texts
 

@@ -13,6 +13,7 @@ import torch
 import rlkv.cache.layer as layer_module
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.kernels import step
+from rlkv.utils.runtime import KERNEL, SWITCHES
 from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
 from tests.helpers.models import make_tiny_model
 
@@ -103,16 +104,16 @@ def test_a_cache_decodes_by_it_unless_the_environment_says_no(
 
     monkeypatch.setattr(layer_module, "serves", lambda query, key, value: key.shape[2] == 1)
     monkeypatch.setattr(layer_module.ReallocationLayer, "_decode", decode)
-    monkeypatch.delenv(step.KERNEL, raising=False)
+    monkeypatch.delenv(KERNEL, raising=False)
     if value is not None:
-        monkeypatch.setenv(step.KERNEL, value)
+        monkeypatch.setenv(KERNEL, value)
     model = make_tiny_model("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     cached_logits(model, draw_ids(1, 6), HeadReallocationCache(MIXED, 1, 2), [5, 1])
     assert len(launched) == launches  # one in each layer
 
 
-@pytest.mark.parametrize("switch", step.DEFAULTS)
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_another_value_is_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switch, "yes")
     with pytest.raises(ValueError, match=f"{switch} is 'yes': set it to 0 or 1, or leave it out"):

@@ -53,10 +53,8 @@ def model() -> Any:
     return Qwen2ForCausalLM(config).bfloat16().float().eval()
 
 
-@pytest.fixture(scope="module")
-def file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the model; it names one end token, its chat template another."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+def write(model: Any, path: Path, template: str, without: str | None = None) -> Path:
+    """Write the model; the file names one end token, the chat template another."""
     writer = gguf.GGUFWriter(path, "qwen2")
     config = model.config
     writer.add_block_count(config.num_hidden_layers)
@@ -74,16 +72,22 @@ def file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_token_types([gguf.TokenType.NORMAL] * 26 + control + [gguf.TokenType.NORMAL] * 2)
     writer.add_token_merges(["a b", "c d"])
     writer.add_eos_token_id(END)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(template)
     for name, weight in model.state_dict().items():
         for theirs, own in NAMES.items():
             name = name.replace(theirs, own)
-        writer.add_tensor(name, weight.numpy())
+        if name != without:
+            writer.add_tensor(name, weight.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture(scope="module")
+def file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(model, tmp_path_factory.mktemp("gguf") / "tiny.gguf", TEMPLATE)
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +139,19 @@ def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path) -
         load_model(str(bad), device="cpu")
     with pytest.raises(ValueError, match="original folder"):
         model_source(str(bad))
+
+
+def test_a_part_of_a_model_is_refused(model: Any, tmp_path: Path) -> None:
+    part = write(model, tmp_path / "part.gguf", TEMPLATE, without="blk.1.ffn_up.weight")
+    with pytest.raises(ValueError, match="1 tensors are missing; is it one part of several"):
+        model_source(str(part))
+
+
+def test_a_chat_template_that_raises_says_nothing_of_ends(model: Any, tmp_path: Path) -> None:
+    path = write(model, tmp_path / "odd.gguf", "{{ raise_exception('no') }}")
+    assert load_tokenizer(str(path)).eos_token_id == END
+
+
+def test_an_absent_file_is_said_to_be_absent() -> None:
+    with pytest.raises(ValueError, match=r"'absent\.gguf': there is no such file"):
+        load_tokenizer("absent.gguf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkv.kernels.step import GRAPH
+from rlkv.utils.runtime import GRAPH
 from tests.helpers.child import printed
 from tests.helpers.graphed import WAYS, NoWait
 

@@ -117,6 +117,8 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--use-vllm true", "use_vllm"),
         ("--report-to wandb", "option wandb"),
         ("--temperature 0", "greedy"),
+        ("--max-steps 0", "max_steps must be at least 1"),
+        ("--per-device-train-batch-size 0", "per_device_train_batch_size must be at least 1"),
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
         ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
