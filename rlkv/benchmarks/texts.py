@@ -1,4 +1,4 @@
-"""What eviction policies cost, and whole texts by method: memory, latency, throughput.
+"""Costs of eviction policies, and whole texts by method: memory, latency, throughput.
 
 Tables of whole texts: RLKV (arXiv 2510.08525), table 2; R-KV (arXiv 2505.24133), tables 1 and 3.
 The cache of a text as it grows: RPC (arXiv 2505.13866), figure 5.

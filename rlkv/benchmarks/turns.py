@@ -1,4 +1,4 @@
-"""What benchmarks share: options of a random Llama, work that takes turns, result files."""
+"""Parts that benchmarks share: options of a random Llama, work that takes turns, result files."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class EvalConfig(SamplingOptions, TaskOptions):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was decoded.
+    """Rows of an evaluation, and its settings.
 
     Attributes:
         methods: in the order in which they were named.

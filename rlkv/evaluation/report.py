@@ -1,4 +1,4 @@
-"""What reports are made of: pages in Markdown and HTML, number formats, plots."""
+"""Parts of reports: pages in Markdown and HTML, number formats, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decode kernel needs besides the states of a layer, and which calls it serves.
+"""Inputs of the decode kernel besides the states of a layer, and which calls it serves.
 
 Loads no Triton, which may be absent.
 """
@@ -22,7 +22,7 @@ LARGEST_GROUP = 32
 
 @dataclass
 class DecodeStep:
-    """What the layers on one device share while each row of a batch of B reads one token.
+    """Numbers that the layers on one device share while each row of a batch of B reads one token.
 
     The numbers are read on the device, so that a captured graph can go on: the next token needs
     ``start += 1``, in place, and nothing else.

@@ -1,4 +1,4 @@
-"""What a model takes: which rows fit the GPU, and about how long a job takes, before it begins.
+"""Memory of a model: which rows fit the GPU, and about how long a job takes, before it begins.
 
 The rates and reserves in capitals are assumptions for planning, unless a comment says what they
 were measured on; a job shows its measured pace as soon as it has one.  Units: bytes, seconds,
@@ -81,7 +81,7 @@ CPU_RATE = 7.5e10
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes.
+    """Bytes that a model takes.
 
     Attributes:
         weights: bytes.

@@ -1,4 +1,4 @@
-"""What a training takes, said before anything is loaded: engine, sizes that fit, memory and time.
+"""Plan of a training, before anything is loaded: engine, sizes that fit, memory and time.
 
 Rates and reserves are assumptions (see :mod:`rlkv.rollout.footprint`) that measurements of other
 machines bear out; every step of a run prints what it took.
@@ -130,7 +130,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes.
+    """Memory and time that a run takes.
 
     Attributes:
         settings: with the engine, rows and memory of its rollouts chosen.

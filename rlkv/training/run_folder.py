@@ -213,7 +213,7 @@ def append_record(path: Path, step: int, record: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RunLogs:
-    """What a run has written so far.
+    """Logs that a run has written so far.
 
     Attributes:
         config: its settings; empty if it has noted none.

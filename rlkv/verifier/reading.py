@@ -1,4 +1,4 @@
-r"""What an answer says: a value, its unit, the name before it, or words; and what may not be lost.
+r"""Reading an answer: a value, its unit, the name before it, or words; and what may not be lost.
 
 A unit, a base, the minutes after the hours or the coefficient of an unsolved equation are never cut
 off in silence: where the right answer and the candidate differ in one, :func:`pairs_to_compare`

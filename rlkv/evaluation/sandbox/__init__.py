@@ -103,7 +103,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What keeps a program from the machine, beside limits and the filter of system calls.
+    """Means that keep a program from the machine, beside limits and the filter of system calls.
 
     Attributes:
         bubblewrap: path of ``bwrap``; None: without.

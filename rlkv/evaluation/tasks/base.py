@@ -1,4 +1,4 @@
-"""What a benchmark is made of, and how its rows become problems."""
+"""Parts of a benchmark, and how its rows become problems."""
 
 from __future__ import annotations
 
