@@ -82,7 +82,7 @@ BENCH = """Speed and memory of the compressed cache.
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Run what breaks first on a GPU, in three parts of under three minutes on an H100; small on a CPU.
+    """Run what breaks first on a GPU: three parts of under three minutes on an H100, small on CPUs.
 
     Writes hardware, versions, every figure and outcome.  The exit code is 1 if a test fails.
 
