@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkv.attention.call import MixedCall, local_rule
+from rlkv.attention.call import MixedCall, RecordedCall, local_rule
 
 # queries per block of the banded form; below it the matrix products are too small to be fast
 MIN_BLOCK = 64
@@ -121,6 +121,8 @@ def decode_local_attention(
 
     Takes no padding on the right.
     """
+    if isinstance(call, RecordedCall):
+        return recorded_local_attention(query, key, value, call, sink, window, scale)
     rows = call.rows(query.device)
     start = call.kv_length - window
 
@@ -138,6 +140,35 @@ def decode_local_attention(
 
     def kept(states: Tensor) -> Tensor:
         return torch.cat([_take_sinks(states, position_BS, sink), states[:, :, start:]], dim=2)
+
+    return one_query_attention(query, kept(key), kept(value), mask, scale)
+
+
+def recorded_local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: RecordedCall,
+    sink: int,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Attend as :func:`decode_local_attention`, where the window's place is known on the device."""
+    device = query.device
+
+    def make() -> tuple[Tensor, Tensor]:
+        rows = call.rows(device)
+        first = rows.first[:, None]
+        start = rows.end[:, None] - window
+        sinks = first + torch.arange(sink, device=device)
+        recent = start + torch.arange(window, device=device)
+        mask = torch.cat([sinks < start, recent >= first], dim=1)[:, None, None, :]
+        return torch.cat([sinks, recent], dim=1).clamp(0, call.kv_length - 1), mask
+
+    position_BN, mask = call.once(("recorded", sink, window, device), make)
+
+    def kept(states: Tensor) -> Tensor:
+        return _take_sinks(states, position_BN, sink + window)
 
     return one_query_attention(query, kept(key), kept(value), mask, scale)
 

@@ -113,6 +113,7 @@ class LocalSizes:
         check_whole("window", self.window, 1)
 
 
+@dataclass(frozen=True)
 class Rows:
     """The place of the real tokens of every row.
 
@@ -123,9 +124,15 @@ class Rows:
         right: whether any row is padded on the right.
     """
 
-    def __init__(
-        self, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device
-    ) -> None:
+    first: Tensor
+    end: Tensor
+    left: bool
+    right: bool
+
+    @classmethod
+    def of_mask(
+        cls, padding_BK: Tensor | None, batch_size: int, kv_length: int, device: torch.device
+    ) -> Rows:
         """Read a mask ``padding_BK``: bool, True for real tokens; None: no padding.
 
         Raises:
@@ -138,21 +145,18 @@ class Rows:
                 "entry per token"
             )
         if padding_BK is None or bool(padding_BK.all()):
-            self.first = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            self.end = torch.full_like(self.first, kv_length)
-            self.left = self.right = False
-            return
+            first = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            return cls(first, torch.full_like(first, kv_length), left=False, right=False)
         order = torch.arange(kv_length, device=device)
-        self.first = padding_BK.int().argmax(-1)
-        self.end = self.first + padding_BK.sum(-1)
-        solid = (order >= self.first[:, None]) & (order < self.end[:, None])
+        first = padding_BK.int().argmax(-1)
+        end = first + padding_BK.sum(-1)
+        solid = (order >= first[:, None]) & (order < end[:, None])
         if not bool((solid == padding_BK).all()):
             raise ValueError(
                 "the attention_mask has padding between the tokens of a row: gated attention takes "
                 "padding on the left and on the right of a row only"
             )
-        self.left = bool(self.first.any())
-        self.right = bool((self.end < kv_length).any())
+        return cls(first, end, left=bool(first.any()), right=bool((end < kv_length).any()))
 
 
 def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, Any], Any]:
@@ -189,7 +193,7 @@ class MixedCall(Unread):
     batch_size: int
     q_length: int
     kv_length: int
-    q_offset: int
+    q_offset: Any
     padding_BK: Tensor | None
     causal: bool
     make_stock_mask: Callable[[], Tensor | None]
@@ -211,7 +215,7 @@ class MixedCall(Unread):
 
         def make() -> Rows:
             padding = None if self.padding_BK is None else self.padding_BK.to(device)
-            return Rows(padding, self.batch_size, self.kv_length, device)
+            return Rows.of_mask(padding, self.batch_size, self.kv_length, device)
 
         return self.once(("rows", device), make)
 
@@ -226,6 +230,23 @@ class MixedCall(Unread):
             return rule(row, None, query, key)
 
         return self.once(("local", sink, window, device), make)
+
+
+class RecordedCall(MixedCall):
+    """A call of one token in a CUDA graph: only the device knows how many keys precede it.
+
+    ``q_offset`` is int64 ``[1]`` there, K the entries of the cache's buffers, and ``padding_BK`` is
+    True for each row's tokens up to the query.
+    """
+
+    def rows(self, device: torch.device) -> Rows:
+        def make() -> Rows:
+            assert self.padding_BK is not None
+            first = self.padding_BK.int().argmax(-1)
+            end = (self.q_offset + 1).expand_as(first)
+            return Rows(first, end, left=True, right=False)
+
+        return self.once(("rows", device), make)
 
 
 def mixed_mask(
@@ -243,17 +264,21 @@ def mixed_mask(
     )
     if kwargs.get("local_size") is not None:
         return stock_mask()
-    if isinstance(q_offset, Tensor) or kwargs.get("kv_offset") or q_offset + q_length != kv_length:
+    padding = kwargs.get("attention_mask")
+    has_mask = padding is not None and padding.shape[-1] == kv_length
+    is_recorded = isinstance(q_offset, Tensor) and q_length == 1 and has_mask
+    ends_there = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_length
+    if kwargs.get("kv_offset") or not (is_recorded or ends_there):
         raise ValueError(
             "gated attention does not work with a static or offloaded static cache "
             "(cache_implementation='static'): leave cache_implementation at its default"
         )
-    return MixedCall(
+    return (RecordedCall if is_recorded else MixedCall)(
         batch_size=kwargs["batch_size"],
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
-        padding_BK=kwargs["attention_mask"],
+        padding_BK=padding,
         causal=kwargs["mask_function"] is causal_mask_function,
         make_stock_mask=stock_mask,
     )

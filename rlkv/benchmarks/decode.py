@@ -150,6 +150,8 @@ class Steps:
             nonlocal graph
             if index and contender.name.endswith(GRAPH):
                 if graph is None or not graph.has_room:
+                    if graph is not None:
+                        graph.settle()
                     graph = graphed_step(self.model, cache, token, padding, running)
                 return None if graph is None else partial(graph, token, running)
             held = context + index

@@ -23,6 +23,10 @@ class GrowingLayer(DynamicLayer):
 
     Args:
         limit: the length at which generation ends, if known: no room is taken beyond it.
+
+    Attributes:
+        place: int64 ``[1]`` on the device, where the next token goes while a CUDA graph of a step
+            is recorded: attention then gets the whole buffers.
     """
 
     keys: Any
@@ -31,6 +35,7 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
         self.limit = limit
+        self.place: Tensor | None = None
         self._buffers: list[Tensor] = []
 
     def update(
@@ -38,19 +43,48 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.place is not None:
+            for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.place, new)
+            return self._buffers[0], self._buffers[1]
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         if not self._buffers or end > self._buffers[0].shape[2]:
             self._grow(end, key_states, value_states)
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        self.set_length(end)
         return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        return super().get_seq_length() if self.place is None else self.place
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.place is None:
+            return super().get_mask_sizes(query_length)
+        return self._buffers[0].shape[2], 0
+
+    def set_length(self, length: int) -> None:
+        """Count ``length`` tokens of the buffers as in use."""
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+    def look_ahead(self, tokens: int) -> int:
+        """Make room for ``tokens`` more, or as many as may come: the tokens that fit in then."""
+        used = self.get_seq_length()
+        wanted = used + tokens
+        if self.limit is not None:
+            wanted = min(wanted, self.limit)
+        if not self._buffers or wanted > self._buffers[0].shape[2]:
+            self._grow(wanted, self.keys, self.values)
+            self.set_length(used)
+        return self._buffers[0].shape[2]
 
     def _grow(self, needed: int, *like: Tensor) -> None:
         used = self.get_seq_length()
         capacity = grown_capacity(used, needed, self.limit)
         self._buffers = [new.new_empty(*new.shape[:2], capacity, new.shape[3]) for new in like]
+        for buffer in self._buffers:
+            buffer[:, :, used:] = 0  # a recorded step reads all of it, under a mask
         if used:
             self._buffers[0][:, :, :used] = self.keys
             self._buffers[1][:, :, :used] = self.values

@@ -25,6 +25,8 @@ from rlkv.utils.runtime import GRAPH, switched_on
 AT_ONCE = 1024  # most likely tokens that are looked at before all are sorted
 # share of rows that still run at which the others leave: every change copies the cache
 REFILL_AT = 0.75
+# the same where a graph serves and no prompt waits: its time hardly depends on the rows
+GRAPH_LEAVE_AT = 0.25
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
 GRAPH_AFTER = 4  # steps of the same rows: a graph pays only if more follow
 SIMILAR = 0.9  # of the longest prompt's length, which further ones must have: the rest is padding
@@ -191,7 +193,7 @@ class Decoding:
             batch = admit(self.max_rows, READ_TOGETHER if joins else self.max_rows)
             while batch.rows:
                 yield from batch.step()
-                if batch.num_running <= REFILL_AT * len(batch.rows):
+                if batch.num_running <= batch.leave_at(bool(waiting)) * len(batch.rows):
                     batch.leave()
                 while joins and waiting and batch.rows and len(batch.rows) < self.max_rows:
                     joining = admit(self.max_rows - len(batch.rows), READ_TOGETHER)
@@ -290,7 +292,7 @@ class _Batch:
     def _renew_graph(self) -> None:
         """Record a graph of a step, where it pays and one can be made."""
         if self.graphed is not None and not self.graphed.has_room:
-            self.graphed = None
+            self._drop_graph()
         if self.graphed is not None or self.steps <= GRAPH_AFTER or self.decoding.sharded:
             return
         if switched_on(GRAPH):
@@ -298,9 +300,14 @@ class _Batch:
                 self.decoding.model, self.cache, self.new_RQ, self.padding_R, self.running_R
             )
 
+    def _drop_graph(self) -> None:
+        if self.graphed is not None:
+            self.graphed.settle()
+            self.graphed = None
+
     def _forget_graph(self) -> None:
         """Before the cache's rows change."""
-        self.graphed = None
+        self._drop_graph()
         self.steps = 0
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -332,6 +339,10 @@ class _Batch:
             row.finish_reason = "length"
         if self.decoding.on_token is not None:
             self.decoding.on_token(row.index, token)
+
+    def leave_at(self, are_others_waiting: bool) -> float:
+        """Return the share of rows that still run at which those that have ended should leave."""
+        return REFILL_AT if are_others_waiting or self.graphed is None else GRAPH_LEAVE_AT
 
     def leave(self) -> None:
         """Drop the rows that have ended."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache as cached
 from typing import Any
 from weakref import WeakSet
@@ -17,24 +19,27 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from rlkv.attention.mixed import IMPLEMENTATION, PLAIN
 from rlkv.cache import HeadReallocationCache
 from rlkv.cache.layer import ReallocationLayer
 from rlkv.cache.plan import CallLayout, CallPart
+from rlkv.cache.reallocation import GrowingCache
 from rlkv.cache.stores import FullStore
 
 AHEAD = 256  # tokens for which a graph gets room
+RECORDABLE = (IMPLEMENTATION, PLAIN)  # attention that reads its place on the device
 _REFUSED: WeakSet[nn.Module] = WeakSet()  # models that no graph could be made of
 
 
-class GraphedStep:
+class GraphedStep(ABC):
     """A step of one token for rows that stay the same, without a forward call.
 
-    The decode kernel reads positions on the device, so that the graph of one step is that of the
-    next: the forward call ends with ``start += 1`` there, and each step counts its token here.
+    The forward call reads the place of its token on the device, so that the graph of one step is
+    that of the next: it ends with ``place += 1`` there, and each step counts its token here.
 
     Args:
-        cache: holds ``columns`` tokens of each row, in ``layers``, all on one GPU.
-        room: columns that the layers' buffers hold as they are.
+        cache: holds ``columns`` tokens of each row, all on one GPU.
+        room: columns that its buffers hold as they are.
         ids: int64 ``[R, 1]``, tokens of the next step.
         padding: int64 ``[R]``, columns of left padding.
         running: bool ``[R]``, rows that have not ended.
@@ -44,37 +49,34 @@ class GraphedStep:
     """
 
     def __init__(
-        self,
-        model: Any,
-        cache: HeadReallocationCache,
-        layers: list[ReallocationLayer],
-        room: int,
-        ids: Tensor,
-        padding: Tensor,
-        running: Tensor,
+        self, model: Any, cache: Any, room: int, ids: Tensor, padding: Tensor, running: Tensor
     ) -> None:
         self._model = model
         self._cache = cache
-        self._layers = layers
         self._columns = cache.get_seq_length()
         self._room = room
         self._ids = ids.clone()
         self._padding = padding.clone()
         self._running = running.clone()
-        state = cache.state
-        device = layers[0].device
-        if state.padding is not None:  # a copy to the device could not be captured
-            state.padding = state.padding.to(device)
-        if state.sinks is not None:
-            state.sinks = state.sinks.to(device)
-        part = CallPart(self._columns, 1, in_full=False)
-        self._decode_step = CallLayout(part, state, device).decode_step
-        state.decode_step = self._decode_step
-        try:
-            self._replay, self._logits = record_graph(self._forward, device)
-        finally:
-            state.decode_step = None
-            self._set_length()  # recording has stored nothing
+        self._place = self._new_place()
+        with self._recording():
+            self._replay, self._logits = record_graph(self._forward, ids.device)
+
+    @abstractmethod
+    def _new_place(self) -> Tensor:
+        """Return where the next token goes: int64 ``[1]`` or ``[]``, on the device."""
+
+    @abstractmethod
+    def _recording(self) -> AbstractContextManager[None]:
+        """Let the cache read the place inside; it stores nothing."""
+
+    def _mask(self) -> Tensor | None:
+        """Return the attention mask of a step, bool ``[R, room]``, where the cache needs one."""
+        return None
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Tell the cache how many tokens it holds: before anything but the next step uses it."""
 
     @property
     def has_room(self) -> bool:
@@ -88,24 +90,72 @@ class GraphedStep:
         self._running.copy_(running)
         self._replay()
         self._columns += 1
-        self._set_length()
         return self._logits
 
     def _forward(self) -> Tensor:
-        start = self._decode_step.start
-        position = (start - self._padding).clamp(min=0) * self._running
+        position = (self._place - self._padding).clamp(min=0) * self._running
         output = self._model(
             input_ids=self._ids,
+            attention_mask=self._mask(),
             position_ids=position[:, None],
             past_key_values=self._cache,
             use_cache=True,
         )
-        start += 1
+        self._place += 1
         return output.logits[:, -1]
 
-    def _set_length(self) -> None:
-        for layer in self._layers:
+
+class ReallocatedStep(GraphedStep):
+    """A step over a :class:`~rlkv.cache.HeadReallocationCache`, by the decode kernel."""
+
+    def _new_place(self) -> Tensor:
+        state = self._cache.state
+        device = self._ids.device
+        if state.padding is not None:  # a copy to the device could not be captured
+            state.padding = state.padding.to(device)
+        if state.sinks is not None:
+            state.sinks = state.sinks.to(device)
+        part = CallPart(self._columns, 1, in_full=False)
+        self._decode_step = CallLayout(part, state, device).decode_step
+        return self._decode_step.start
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self._cache.state.decode_step = self._decode_step
+        try:
+            yield
+        finally:
+            self._cache.state.decode_step = None
+            self.settle()
+
+    def settle(self) -> None:
+        for layer in self._cache.layers:
             layer.length = self._columns
+
+
+class GrowingStep(GraphedStep):
+    """A step over a full cache of our own, by the attention of models with or without gates."""
+
+    def _new_place(self) -> Tensor:
+        self._column = torch.arange(self._room, device=self._ids.device)
+        return torch.tensor([self._columns], device=self._ids.device)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        for layer in self._cache.layers:
+            layer.place = self._place
+        try:
+            yield
+        finally:
+            for layer in self._cache.layers:
+                layer.place = None
+
+    def _mask(self) -> Tensor:
+        return (self._column >= self._padding[:, None]) & (self._column <= self._place)
+
+    def settle(self) -> None:
+        for layer in self._cache.layers:
+            layer.set_length(self._columns)
 
 
 def record_graph(
@@ -137,23 +187,30 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 def graphed_step(
     model: Any, cache: Any, ids: Tensor, padding: Tensor, running: Tensor
 ) -> GraphedStep | None:
-    """Make a step, if the kernel decoded the last token of these rows; None if it cannot be made.
+    """Make a step of rows whose last token was decoded; None if it cannot be made.
 
     Other arguments as of :class:`GraphedStep`.
     """
-    layers = _kernel_layers(cache)
-    if model in _REFUSED or not layers:
+    if model in _REFUSED:
         return None
     columns = cache.get_seq_length()
     room = sys.maxsize
-    for layer in layers:
-        for store in layer.stores:
-            if isinstance(store, FullStore):
-                room = min(room, store.look_ahead(columns, AHEAD))
+    step: type[GraphedStep]
+    if isinstance(cache, GrowingCache) and _takes_places(model):
+        step = GrowingStep
+        room = min(layer.look_ahead(AHEAD) for layer in cache.layers)
+    elif layers := _kernel_layers(cache):
+        step = ReallocatedStep
+        for layer in layers:
+            for store in layer.stores:
+                if isinstance(store, FullStore):
+                    room = min(room, store.look_ahead(columns, AHEAD))
+    else:
+        return None
     if columns >= room:
         return None
     try:
-        return GraphedStep(model, cache, layers, room, ids, padding, running)
+        return step(model, cache, room, ids, padding, running)
     except RuntimeError as error:
         _REFUSED.add(model)
         # the end of a capture that failed raises an error of its own
@@ -162,6 +219,11 @@ def graphed_step(
             f"no CUDA graph could be made of the model ({reason}): tokens take longer", stacklevel=2
         )
         return None
+
+
+def _takes_places(model: Any) -> bool:
+    """Return whether the model is on a GPU, and its attention one that reads places there."""
+    return model.device.type == "cuda" and model.config._attn_implementation in RECORDABLE
 
 
 def _kernel_layers(cache: Any) -> list[ReallocationLayer]:

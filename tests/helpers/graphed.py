@@ -11,6 +11,7 @@ plain torch, how often a graph was tried, and the warning.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -22,11 +23,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkv.cache.layer as layer_module
+from rlkv.attention import LocalSizes, mixed
 from rlkv.cache import CacheSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.rollout import graphed
-from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.base import Completion, Rows, Sample, SamplingParams
+from rlkv.rollout.hf import GatedHFEngine, HFEngine
+from rlkv.utils.runtime import GRAPH
 from tests.helpers.cached_logits import MIXED
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
@@ -53,6 +57,29 @@ def decode_texts(way: dict[str, Any], device: str, tokens: int = 24) -> list[lis
     engine.eos_ids = list(range(0, 340, 40))  # of random tokens: rows end at different times
     sampling = SamplingParams(tokens, temperature=way["temperature"], seed=1)
     return [completion.token_ids for completion in engine.generate(PROMPTS, sampling)]
+
+
+ENDS = [40, 300]  # of random tokens: rows end at different times
+SAMPLED = SamplingParams(64, temperature=1.0, seed=1)
+
+
+def sample_gated(device: str) -> list[Sample]:
+    """Sample from a model under gates between 0 and 1, and at both."""
+    model = make_tiny_model("llama", num_hidden_layers=2, vocab_size=340).to(device)
+    engine = GatedHFEngine(model, LocalSizes(sink=2, window=5), pad_id=0, max_rows=3)
+    gates = engine.gates()
+    engine.set_gates(torch.linspace(0, 1, gates.numel()).view_as(gates))
+    prompts = build_tokenizer()(PROMPTS).input_ids
+    found = dict(engine.sample(Rows(prompts, [3, 1, 0, 2], 0), SAMPLED, ENDS))
+    return [found[index] for index in range(len(PROMPTS))]
+
+
+def sample_plain(device: str) -> list[Completion]:
+    """Sample from a model without gates, with the full cache."""
+    model = make_tiny_model("llama", num_hidden_layers=2, vocab_size=340).to(device)
+    engine = HFEngine(model, build_tokenizer(), batch_size=3)
+    engine.eos_ids = ENDS
+    return engine.generate(PROMPTS, SAMPLED)
 
 
 WAITS = {
@@ -90,15 +117,16 @@ class Standin:
         columns = step._columns
         with NoWait():
             result = forward()
-        step._decode_step.start -= 1  # recording computes nothing
+        step._place -= 1  # recording computes nothing
 
         def replay() -> None:
             self.replayed += 1
-            state = step._cache.state
-            for layer in step._layers:
-                layer.length = columns
-            with mock.patch.object(state, "decode_step", step._decode_step):
+            now = step._columns
+            step._columns = columns
+            step.settle()
+            with step._recording():
                 result.copy_(forward())
+            step._columns = now
 
         return replay, result
 
@@ -119,6 +147,19 @@ def kernel(on: bool) -> Any:
         layer_module, "serves", lambda query, key, value: on and key.shape[2] == 1
     )
     with serves:
+        yield
+
+
+@contextmanager
+def recorded(record: Callable[..., Any]) -> Any:
+    """Full caches on a CPU are decoded by graphs, too, with ``record`` to make them."""
+    with (
+        mock.patch.dict(os.environ, {GRAPH: "1"}),
+        mock.patch.object(graphed, "record_graph", record),
+        mock.patch.object(graphed, "AHEAD", AHEAD),
+        mock.patch.object(graphed, "_takes_places", return_value=True),
+        mock.patch.object(mixed, "_is_mask", return_value=False),
+    ):
         yield
 
 
