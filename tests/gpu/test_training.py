@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from peft import get_peft_model
 from torch import Tensor
@@ -23,6 +24,7 @@ from rlkv.rollout.decoding import Decoding
 from rlkv.rollout.footprint import GIB
 from rlkv.training import objective
 from rlkv.training.objective import Score, completion_logprobs
+from rlkv.utils.runtime import GRAPH
 from tests.gpu.conftest import FACTOR, Built
 
 Record = Callable[[str, Any], None]
@@ -147,7 +149,11 @@ def sampled_again(
 
 
 def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
-    llama_8b: Built, device: torch.device, on_gpu: bool, record_property: Record
+    llama_8b: Built,
+    device: torch.device,
+    on_gpu: bool,
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # the longest prompt is more than sink and window, which the local branch then leaves
     tokens, longest = (200, 600) if on_gpu else (20, 100)
@@ -157,6 +163,7 @@ def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
     for row in range(ROWS):  # of different lengths, so that most rows are padded on the left
         drawn = torch.randint(0, vocabulary, (longest - 3 * row,), generator=generator)
         prompts.append(drawn.tolist())
+    monkeypatch.setenv(GRAPH, "0")
     # what rounding makes of it without gates
     speed, allowed = sampled_again(llama_8b.model, prompts, tokens, device)
     record_property("tokens/s without gates", speed)
@@ -164,7 +171,9 @@ def test_rows_are_sampled_with_the_log_probabilities_of_an_update(
     assert allowed < 0.2
     model = gated(llama_8b, on_gpu).eval()
     set_gates(model, torch.rand(gates_matrix(model).shape, generator=generator))
-    speed, difference = sampled_again(model.get_base_model(), prompts, tokens, device)
-    record_property("tokens/s", speed)
-    record_property("difference of log-probabilities", difference)
-    assert difference <= max(FACTOR * allowed, LEAST)
+    for switch, name in (("0", ""), ("1", ", graphs")):
+        monkeypatch.setenv(GRAPH, switch)
+        speed, difference = sampled_again(model.get_base_model(), prompts, tokens, device)
+        record_property(f"tokens/s{name}", speed)
+        record_property(f"difference of log-probabilities{name}", difference)
+        assert difference <= max(FACTOR * allowed, LEAST)
