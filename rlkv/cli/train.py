@@ -87,6 +87,7 @@ def _train() -> None:
     require("trl", "train")
     import torch
 
+    from rlkv.training.attention_mass import score_heads
     from rlkv.training.elimination import eliminate_heads
     from rlkv.training.grpo import prompt_tokens, train_gates
     from rlkv.training.plan import describe_plan
@@ -96,9 +97,9 @@ def _train() -> None:
         if args.process_index == 0:
             print(describe_plan(settings, args, prompt_tokens(settings, args)))
         return
-    find = {"rlkv": train_gates, "elimination": eliminate_heads}[settings.finder]
+    finders = {"rlkv": train_gates, "elimination": eliminate_heads, "attention": score_heads}
     try:
-        find(settings, args)
+        finders[settings.finder](settings, args)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,0 +1,199 @@
+"""Heads scored by one pass over recorded solutions, without training: what local attention misses.
+
+A head's score is the attention that its queries give to keys outside of sinks and window: the share
+of the softmax that local attention would redistribute.  The idea of telling from the attention
+itself what of a cache is needed is KVzip's (arXiv 2505.23416), which scores KV pairs by the most
+that any query gives them while the model repeats its context.  DuoAttention (arXiv 2410.10819)
+argues against profiles of attention: they know nothing of the values, nor of what an error does
+further on.  So this is the cheap way that others are measured against.
+
+Over the query heads of a group the largest mass counts, as in KVzip: they share the keys, which
+one of them that looks back is enough to need.  Over queries it is the mean: in a long text nearly
+every head looks back once, so that maxima would all be close to 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface
+
+from rlkv.attention import IMPLEMENTATION
+from rlkv.attention.call import MixedCall, local_rule, mixed_mask
+from rlkv.attention.head_gate import gate_shares, set_gates
+from rlkv.attention.mixed import plain_attention
+from rlkv.data.recall import MarkedText
+from rlkv.gates.head_gates import HeadGates
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
+from rlkv.training.solutions import (
+    GROUPS_OF_ALL,
+    check_layers,
+    draw_traces,
+    hard_masks,
+    load_solutions,
+    make_batch,
+    warn_of_unread,
+)
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest
+
+MEASURING = "rlkv_measuring"  # the attention implementation
+SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
+CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
+READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
+READ |= {"sink", "window", "elimination_traces"}
+
+
+def score_heads(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> HeadGates:
+    """Score all heads by their attention outside of sinks and window, and export the scores.
+
+    The sizes are ``settings.sink`` and ``settings.window``.  A run that was stopped starts over.
+
+    Args:
+        model, tokenizer: instead of the ones that ``settings.model`` names.
+
+    Raises:
+        ValueError: for data, a model or a folder that do not fit.
+    """
+    settings, model, recorded = load_solutions(settings, args, model, tokenizer)
+    traces, _ = draw_traces(recorded, settings.elimination_traces, args.seed)
+    longest = max(len(trace.ids) for trace in traces)
+    if longest <= settings.sink + settings.window:
+        raise ValueError(
+            f"sink {settings.sink} and window {settings.window} cover the longest of the "
+            f"{len(traces)} solutions, {longest} tokens with its prompt, so that every head would "
+            "score 0: take smaller ones"
+        )
+    check_layers(model)
+    config = {name: getattr(settings, name) for name in sorted(READ)}
+    config |= {"seed": args.seed, "output_dir": args.output_dir}
+    config["data_digest"] = digest([text.ids for text in traces])
+    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    with hard_masks(model, settings.sink, settings.window) as gated:
+        run.write_config()
+        warn_of_unread(settings, args, READ)
+        for log in (LOG, GATES_LOG):
+            (run.path / log).unlink(missing_ok=True)
+        if run.wandb is not None:
+            run.wandb.start(args.run_name)
+        records: list[dict[str, Any]] = []
+        ordered = sorted(traces, key=lambda trace: len(trace.ids))
+        mass_LH = torch.zeros(1)
+        queries = 0
+        with progress_bar("attention", "solutions", len(ordered)) as bar:
+            for start in range(0, len(ordered), settings.forward_rows):
+                wall = time.perf_counter()
+                cpu = time.process_time()
+                texts = ordered[start : start + settings.forward_rows]
+                mass_LH = mass_LH + outside_mass(gated, texts, settings.sink, settings.window)
+                queries += sum(len(text.answers) for text in texts)
+                score_LH = (mass_LH / queries).float()
+                record = {**gate_shares(score_LH), "time/step_s": time.perf_counter() - wall}
+                record["time/step_cpu_s"] = time.process_time() - cpu
+                records.append({"step": len(records) + 1, **record})
+                append_record(run.path / LOG, len(records), record)
+                append_record(run.path / GATES_LOG, len(records), {"alpha": score_LH.tolist()})
+                if run.wandb is not None:
+                    run.wandb.log(records, score_LH, {}, [])
+                bar.advance(len(texts))
+        set_gates(gated, score_LH)
+        gates = run.gates(gated, score_LH, "attention_mass", len(records))
+    gates.training |= {
+        "seconds": round(sum(record["time/step_s"] for record in records), 3),
+        "cpu_seconds": round(sum(record["time/step_cpu_s"] for record in records), 3),
+    }
+    run.export(gates, CURVES)
+    return gates
+
+
+@torch.no_grad()
+def outside_mass(gated: Any, texts: Sequence[MarkedText], sink: int, window: int) -> Tensor:
+    """Sum the attention outside of sinks and window over the solutions' tokens, as queries.
+
+    Prompts are read first, as when serving.
+
+    Args:
+        gated: a model of :func:`~rlkv.training.solutions.hard_masks`, which refuses those whose
+            attention has another form.  Its gates are not used.
+
+    Returns:
+        ``[L, H]``, float64 on the CPU: over a group the largest of each query.
+    """
+    masses: list[Tensor] = []
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: MixedCall,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        masses.append(mass_of_call(query, key, attention_mask, sink, window, scale))
+        return plain_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+
+    AttentionInterface.register(MEASURING, attend)
+    AttentionMaskInterface.register(MEASURING, mixed_mask)
+    base = gated.get_base_model()
+    with gated.disable_adapter():
+        batch = make_batch(base.get_decoder(), texts, "full")
+        base.set_attn_implementation(MEASURING)
+        try:
+            batch.states(base.get_decoder())
+        finally:
+            base.set_attn_implementation(IMPLEMENTATION)
+    return torch.stack(masses).cpu()
+
+
+def mass_of_call(
+    query: Tensor, key: Tensor, call: MixedCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """Sum the softmax over keys that local attention does not see, over all real queries.
+
+    Blocks of queries bound the memory; products and softmax are in float32 or wider.
+
+    Args:
+        query: ``[B, H * G, Q, D]``.
+        key: ``[B, H, K, D]``.
+
+    Returns:
+        ``[H]``, float64: of each query the largest sum within the group.
+    """
+    batch, kv_heads, kv_length, _ = key.shape
+    device = query.device
+    wide = torch.promote_types(torch.float32, query.dtype)
+    keys = key.to(wide).mT
+    rows = call.rows(device)
+    causal = local_rule(rows, kv_length, 0)
+    local = local_rule(rows, sink, window)
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    key_K = torch.arange(kv_length, device=device)
+    total_H = torch.zeros(kv_heads, dtype=torch.float64, device=device)
+    block = max(1, SCORES_AT_ONCE // (batch * query.shape[1] * kv_length))
+    for start in range(0, call.q_length, block):
+        queries = query[:, :, start : start + block]
+        at = torch.arange(start, start + queries.shape[2], device=device)[:, None] + call.q_offset
+        seen = causal(row, None, at, key_K)
+        # a query behind its text is padding
+        is_outside = seen & ~local(row, None, at, key_K) & (at < rows.end[row])
+        grouped = queries.to(wide).reshape(batch, kv_heads, -1, queries.shape[-1])
+        scores = (grouped @ keys * scale).view(*queries.shape[:3], kv_length)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        mass = (weights * is_outside).sum(-1).unflatten(1, (kv_heads, -1))
+        total_H += mass.amax(2).sum((0, 2), dtype=torch.float64)
+    return total_H
