@@ -59,7 +59,8 @@ GROUPS = {
     "steps": "Objective, optimizer and steps.",
     "rollouts": "GRPO: samples, and what makes them.",
     "logs": "What is measured and plotted on the way.",
-    "elimination": "Elimination alone.",
+    "elimination": "Elimination alone, but for --elimination-traces.",
+    "attention": "Attention alone.",
 }
 
 

@@ -1,15 +1,15 @@
 """Heads scored by one pass over recorded solutions, without training: what local attention misses.
 
-A head's score is the attention that its queries give to keys outside of sinks and window: the share
-of the softmax that local attention would redistribute.  The idea of telling from the attention
-itself what of a cache is needed is KVzip's (arXiv 2505.23416), which scores KV pairs by the most
-that any query gives them while the model repeats its context.  DuoAttention (arXiv 2410.10819)
-argues against profiles of attention: they know nothing of the values, nor of what an error does
-further on.  So this is the cheap way that others are measured against.
+The mass of a query is the share of its softmax that falls on keys outside of sinks and window.  A
+head's score is the largest mass in a solution, over the query heads of its group too, and the mean
+of that over solutions.  The idea is KVzip's (arXiv 2505.23416), which scores KV pairs by the most
+attention that any query of a group gives them while the model repeats its context.
 
-Over the query heads of a group the largest mass counts, as in KVzip: they share the keys, which
-one of them that looks back is enough to need.  Over queries it is the mean: in a long text nearly
-every head looks back once, so that maxima would all be close to 1.
+Why the largest: a head that looks up one value is needed, though its mean is small, and a solution
+goes wrong by one token.  Diffuse attention to the past raises the mean and can be spared.  On both
+small models means choose heads hardly better than chance (docs/find-heads.md); ``mean`` is there to
+compare with.  DuoAttention (arXiv 2410.10819) argues against profiles of attention altogether: they
+see neither the values nor what an error does later.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MEASURING = "rlkv_measuring"  # the attention implementation
 SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
 CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
 READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
-READ |= {"sink", "window", "elimination_traces"}
+READ |= {"sink", "window", "elimination_traces", "attention_queries"}
 
 
 def score_heads(
@@ -91,16 +91,18 @@ def score_heads(
             run.wandb.start(args.run_name)
         records: list[dict[str, Any]] = []
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
-        mass_LH = torch.zeros(1)
-        queries = 0
+        sum_LH = torch.zeros(1)
         with progress_bar("attention", "solutions", len(ordered)) as bar:
             for start in range(0, len(ordered), settings.forward_rows):
                 wall = time.perf_counter()
                 cpu = time.process_time()
                 texts = ordered[start : start + settings.forward_rows]
-                mass_LH = mass_LH + outside_mass(gated, texts, settings.sink, settings.window)
-                queries += sum(len(text.answers) for text in texts)
-                score_LH = (mass_LH / queries).float()
+                score_BLH = outside_mass(
+                    gated, texts, settings.sink, settings.window, settings.attention_queries
+                )
+                bar.advance(len(texts))
+                sum_LH = sum_LH + score_BLH.sum(0)
+                score_LH = sum_LH / bar.done
                 record = {**gate_shares(score_LH), "time/step_s": time.perf_counter() - wall}
                 record["time/step_cpu_s"] = time.process_time() - cpu
                 records.append({"step": len(records) + 1, **record})
@@ -108,7 +110,6 @@ def score_heads(
                 append_record(run.path / GATES_LOG, len(records), {"alpha": score_LH.tolist()})
                 if run.wandb is not None:
                     run.wandb.log(records, score_LH, {}, [])
-                bar.advance(len(texts))
         set_gates(gated, score_LH)
         gates = run.gates(gated, score_LH, "attention_mass", len(records))
     gates.training |= {
@@ -120,19 +121,20 @@ def score_heads(
 
 
 @torch.no_grad()
-def outside_mass(gated: Any, texts: Sequence[MarkedText], sink: int, window: int) -> Tensor:
-    """Sum the attention outside of sinks and window over the solutions' tokens, as queries.
-
-    Prompts are read first, as when serving.
+def outside_mass(
+    gated: Any, texts: Sequence[MarkedText], sink: int, window: int, over: str = "max"
+) -> Tensor:
+    """Score heads on solutions, whose tokens are the queries; prompts are read first.
 
     Args:
         gated: a model of :func:`~rlkv.training.solutions.hard_masks`, which refuses those whose
             attention has another form.  Its gates are not used.
+        over: ``"max"`` or ``"mean"`` of a solution's queries.
 
     Returns:
-        ``[L, H]``, float64 on the CPU: over a group the largest of each query.
+        ``[B, L, H]`` in [0, 1], float32 on the CPU.
     """
-    masses: list[Tensor] = []
+    scores: list[Tensor] = []
 
     def attend(
         module: nn.Module,
@@ -144,12 +146,17 @@ def outside_mass(gated: Any, texts: Sequence[MarkedText], sink: int, window: int
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        masses.append(mass_of_call(query, key, attention_mask, sink, window, scale))
+        mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, scale)
+        if over == "max":
+            scores.append(mass_BHQ.amax(-1))
+        else:
+            scores.append(mass_BHQ.sum(-1) / queries_B1)
         return plain_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
     AttentionInterface.register(MEASURING, attend)
     AttentionMaskInterface.register(MEASURING, mixed_mask)
     base = gated.get_base_model()
+    queries_B1 = torch.tensor([[len(text.answers)] for text in texts], device=base.device)
     with gated.disable_adapter():
         batch = make_batch(base.get_decoder(), texts, "full")
         base.set_attn_implementation(MEASURING)
@@ -157,13 +164,13 @@ def outside_mass(gated: Any, texts: Sequence[MarkedText], sink: int, window: int
             batch.states(base.get_decoder())
         finally:
             base.set_attn_implementation(IMPLEMENTATION)
-    return torch.stack(masses).cpu()
+    return torch.stack(scores, dim=1).float().cpu().clamp(0, 1)
 
 
 def mass_of_call(
     query: Tensor, key: Tensor, call: MixedCall, sink: int, window: int, scale: float
 ) -> Tensor:
-    """Sum the softmax over keys that local attention does not see, over all real queries.
+    """Compute how much of each query's softmax falls on keys that local attention does not see.
 
     Blocks of queries bound the memory; products and softmax are in float32 or wider.
 
@@ -172,7 +179,7 @@ def mass_of_call(
         key: ``[B, H, K, D]``.
 
     Returns:
-        ``[H]``, float64: of each query the largest sum within the group.
+        ``[B, H, Q]``: the largest mass in the group; 0 where a query is padding.
     """
     batch, kv_heads, kv_length, _ = key.shape
     device = query.device
@@ -183,17 +190,17 @@ def mass_of_call(
     local = local_rule(rows, sink, window)
     row = torch.arange(batch, device=device)[:, None, None, None]
     key_K = torch.arange(kv_length, device=device)
-    total_H = torch.zeros(kv_heads, dtype=torch.float64, device=device)
+    query_Q = torch.arange(call.q_length, device=device) + call.q_offset
     block = max(1, SCORES_AT_ONCE // (batch * query.shape[1] * kv_length))
-    for start in range(0, call.q_length, block):
-        queries = query[:, :, start : start + block]
-        at = torch.arange(start, start + queries.shape[2], device=device)[:, None] + call.q_offset
+    found = []
+    for part, at_Q in zip(query.split(block, dim=2), query_Q.split(block), strict=True):
+        at = at_Q[:, None]
         seen = causal(row, None, at, key_K)
         # a query behind its text is padding
         is_outside = seen & ~local(row, None, at, key_K) & (at < rows.end[row])
-        grouped = queries.to(wide).reshape(batch, kv_heads, -1, queries.shape[-1])
-        scores = (grouped @ keys * scale).view(*queries.shape[:3], kv_length)
+        grouped = part.to(wide).reshape(batch, kv_heads, -1, part.shape[-1])
+        scores = (grouped @ keys * scale).view(*part.shape[:3], kv_length)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        mass = (weights * is_outside).sum(-1).unflatten(1, (kv_heads, -1))
-        total_H += mass.amax(2).sum((0, 2), dtype=torch.float64)
-    return total_H
+        mass = (weights * is_outside).sum(-1)
+        found.append(mass.unflatten(1, (kv_heads, -1)).amax(2))
+    return torch.cat(found, dim=-1)
