@@ -26,6 +26,7 @@ from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
 from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.utils.runtime import shadow
 from rlkv.utils.store import ResultStore
@@ -177,7 +178,8 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
 
 def check_layers(model: Any) -> None:
     """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
-    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
+    layers = ModelShape.from_config(model.config).num_layers
+    if len(list(full_attention_modules(model))) < layers:
         raise ValueError(
             "some layers of this model have no full attention: heads of such models cannot be "
             "ranked"
