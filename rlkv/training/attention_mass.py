@@ -124,7 +124,7 @@ def score_heads(
 def outside_mass(
     gated: Any, texts: Sequence[MarkedText], sink: int, window: int, over: str = "max"
 ) -> Tensor:
-    """Score heads on solutions, whose tokens are the queries; prompts are read first.
+    """Score heads on solutions, whose tokens but the last are queries; prompts are read first.
 
     Args:
         gated: a model of :func:`~rlkv.training.solutions.hard_masks`, which refuses those whose
@@ -156,7 +156,8 @@ def outside_mass(
     AttentionInterface.register(MEASURING, attend)
     AttentionMaskInterface.register(MEASURING, mixed_mask)
     base = gated.get_base_model()
-    queries_B1 = torch.tensor([[len(text.answers)] for text in texts], device=base.device)
+    # all but the last token, whose mass is 0
+    queries_B1 = torch.tensor([[len(text.answers) - 1] for text in texts], device=base.device)
     with gated.disable_adapter():
         batch = make_batch(base.get_decoder(), texts, "full")
         base.set_attn_implementation(MEASURING)
@@ -179,7 +180,8 @@ def mass_of_call(
         key: ``[B, H, K, D]``.
 
     Returns:
-        ``[B, H, Q]``: the largest mass in the group; 0 where a query is padding.
+        ``[B, H, Q]``: the largest mass in the group; 0 for padding and for a text's last token,
+        which predicts nothing.
     """
     batch, kv_heads, kv_length, _ = key.shape
     device = query.device
@@ -196,8 +198,8 @@ def mass_of_call(
     for part, at_Q in zip(query.split(block, dim=2), query_Q.split(block), strict=True):
         at = at_Q[:, None]
         seen = causal(row, None, at, key_K)
-        # a query behind its text is padding
-        is_outside = seen & ~local(row, None, at, key_K) & (at < rows.end[row])
+        counts = at < rows.end[row] - 1
+        is_outside = seen & ~local(row, None, at, key_K) & counts
         grouped = part.to(wide).reshape(batch, kv_heads, -1, part.shape[-1])
         scores = (grouped @ keys * scale).view(*part.shape[:3], kv_length)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -49,7 +49,7 @@ def explicit(model: PreTrainedModel, text: MarkedText, over: str) -> Tensor:
     layers = []
     for weights_1PTT in weights:
         masses = []
-        for query in text.answers:
+        for query in text.answers[:-1]:  # the last token predicts nothing
             first_seen = max(SINK, query - WINDOW + 1)
             of_heads = weights_1PTT[0, :, query, SINK:first_seen].sum(-1)
             masses.append(of_heads.view(-1, groups).max(dim=1).values)
