@@ -139,14 +139,14 @@ class RunSettings:
         return replace(self, template=template)
 
 
-# options that elimination refuses, and why
+# options that only GRPO takes, and why
 _GRPO_ALONE = {
     "init_gates": (
-        "is where GRPO starts, but --finder elimination starts from none: leave one of them out, "
+        "is where GRPO starts, but --finder {finder} starts from none: leave one of them out, "
         "or re-rank gates with inference/rerank_heads.py"
     ),
-    "plan": ("is for GRPO: --finder elimination shows its bound as it runs, leave one of them out"),
-    "held_out": "is measured while GRPO trains: leave --finder elimination out",
+    "plan": "is for GRPO: leave it or --finder {finder} out",
+    "held_out": "is measured while GRPO trains: leave --finder {finder} out",
 }
 
 
@@ -154,8 +154,11 @@ _GRPO_ALONE = {
 class RLKVSettings(RunSettings):
     """Gates, penalty and rollouts of ``rlkv-train``."""
 
-    finder: Literal["rlkv", "elimination"] = option(
-        "rlkv", "rlkv: GRPO; elimination: a short distillation, then head after head", "finder"
+    finder: Literal["rlkv", "elimination", "attention"] = option(
+        "rlkv",
+        "rlkv: GRPO; elimination: a short distillation, then head after head; attention: one pass "
+        "over solutions",
+        "finder",
     )
     init_value: float = option(1.0, "where every gate starts", "gates")
     init_gates: str | None = option(None, "gates to start from, not --init-value", "gates")
@@ -203,7 +206,9 @@ class RLKVSettings(RunSettings):
     elimination_distillation: int = option(
         40, "steps of distillation that order four tenths of the heads; 0: none", "elimination"
     )
-    elimination_traces: int = option(32, "solutions that heads are measured on", "elimination")
+    elimination_traces: int = option(
+        32, "solutions that heads are measured on, by attention too", "elimination"
+    )
     elimination_sparsity: float = option(
         0.7, "sparsity up to which heads go", "elimination", EXTENT
     )
@@ -215,6 +220,9 @@ class RLKVSettings(RunSettings):
     )
     elimination_budget: float = option(
         3.0, "most forwards of the solutions, per head of the model", "elimination", EXTENT
+    )
+    attention_queries: Literal["max", "mean"] = option(
+        "max", "the largest mass of a solution's queries counts, or their mean", "attention"
     )
 
     def __post_init__(self) -> None:
@@ -228,8 +236,8 @@ class RLKVSettings(RunSettings):
                 f"{self.elimination_distillation}"
             )
         for name, why in _GRPO_ALONE.items():
-            if self.finder == "elimination" and getattr(self, name) not in (None, False, 0):
-                raise ValueError(f"{name} {why}")
+            if self.finder != "rlkv" and getattr(self, name) not in (None, False, 0):
+                raise ValueError(f"{name} {why.format(finder=self.finder)}")
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import (
     RESUMABLE_KEYS,
@@ -38,6 +37,7 @@ from rlkv.training.config import (
 from rlkv.training.distillation import distill_traces
 from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
 from rlkv.training.solutions import (
+    GROUPS_OF_ALL,
     KEPT,
     KEY,
     TraceLoss,
@@ -45,7 +45,8 @@ from rlkv.training.solutions import (
     check_layers,
     draw_traces,
     hard_masks,
-    read_traces,
+    load_solutions,
+    warn_of_unread,
 )
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
@@ -63,17 +64,11 @@ FASTEST = 0.25  # its learning rate: gates that reach 0 at once tell of no order
 MEAN = "mean"
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
-# options that elimination reads; of the others a run says that they are not
-READ_GROUPS = ("finder", "run", "model", "elimination")
-READ = {option.name for option in fields(RLKVSettings) if option.metadata["group"] in READ_GROUPS}
-GRPO_OPTIONS = [
-    "max_steps",
-    "learning_rate",
-    "prompts_per_step",
-    "num_generations",
-    "recipe",
-    "temperature",
-]
+READ = {
+    of.name
+    for of in fields(RLKVSettings)
+    if of.metadata["group"] in (*GROUPS_OF_ALL, "elimination")
+}
 
 
 def eliminate_heads(
@@ -95,22 +90,7 @@ def eliminate_heads(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    settings = settings.with_curriculum()
-    if settings.curriculum is None:
-        raise ValueError(
-            "no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes, "
-            "or train by GRPO with --finder rlkv"
-        )
-    if args.world_size > 1:
-        raise ValueError(
-            f"--finder elimination takes one process, not {args.world_size}: start it without a "
-            "launcher, or take --finder rlkv"
-        )
-    dtype = dtype_name(settings.dtype, args.device)
-    if model is None or tokenizer is None:
-        model, tokenizer = load_model(settings.model, dtype=dtype, device=str(args.device))
-    # with_curriculum has chosen the template
-    recorded = read_traces(settings.curriculum, tokenizer, str(settings.template))
+    settings, model, recorded = load_solutions(settings, args, model, tokenizer)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     check_head(model, traces[0].ids)
     check_layers(model)
@@ -120,7 +100,7 @@ def eliminate_heads(
     high = settings.elimination_sparsity
     num_removals(len(order), low, high)
     config = {name: value for name, value in asdict(settings).items() if name in READ}
-    config |= {"dtype": dtype, "low": low, "seed": args.seed, "output_dir": args.output_dir}
+    config |= {"low": low, "seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])
     run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
     # no measurement depends on what may change when it is resumed, but rows number the batches
@@ -129,7 +109,7 @@ def eliminate_heads(
     prefill = settings.elimination_prefill
     with open_store(run.path / MEASURED, noted, KEY) as store:
         run.write_config()
-        warn_of_unread(settings, args)
+        warn_of_unread(settings, args, READ)
         seconds = 0.0
         if settings.elimination_distillation:
             order, seconds = distilled_order(settings, args, run.path / DISTILLED, recorded, model)
@@ -156,18 +136,6 @@ def eliminate_heads(
     gates = with_order(gates, measured)
     run.export(gates, CURVES)
     return gates
-
-
-def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments) -> None:
-    """Name options of GRPO that were set, which elimination does not read."""
-    unread = [option.name for option in fields(settings) if option.name not in READ]
-    found = [name for name in unread if getattr(settings, name) != getattr(RLKVSettings, name)]
-    for name in GRPO_OPTIONS:
-        if getattr(args, name) != getattr(GateTrainingArguments, name):
-            found.append(name)
-    if found:
-        names = ", ".join(found)
-        print(f"finder elimination, which does not read {names} (--finder rlkv does)", flush=True)
 
 
 def distilled_order(

@@ -60,8 +60,8 @@ def train_gates(
     """
     if settings.finder != "rlkv":
         raise ValueError(
-            f"train_gates is GRPO: set finder to rlkv, not {settings.finder} (which is "
-            "eliminate_heads)"
+            f"train_gates is GRPO: set finder to rlkv, not {settings.finder}, which has a function "
+            "of its own"
         )
     main = args.process_index == 0
     settings = settings.with_curriculum()

@@ -11,19 +11,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from rlkv.attention.head_gate import HeadGateConfig, full_attention_modules, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
+from rlkv.models.loading import dtype_name, load_model
 from rlkv.models.prompts import render_prompt
+from rlkv.models.shape import ModelShape
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.utils.runtime import shadow
 from rlkv.utils.store import ResultStore
 
@@ -34,6 +38,68 @@ KEPT = 128
 HELD_BACK = 2  # solutions that orders are compared on, for each that heads are measured on
 # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 KEY = ("batch", "full")
+
+# groups of options that every finder reads
+GROUPS_OF_ALL = ("finder", "run", "model")
+GRPO_OPTIONS = [
+    "max_steps",
+    "learning_rate",
+    "prompts_per_step",
+    "num_generations",
+    "recipe",
+    "temperature",
+]
+
+
+# --- what finders without rollouts begin with
+
+
+def load_solutions(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[RLKVSettings, PreTrainedModel, list[MarkedText]]:
+    """Load the model, unless it is given, and the curriculum's solutions.
+
+    Returns:
+        The settings with the template and dtype that they come to, the model, and the solutions.
+
+    Raises:
+        ValueError: without a curriculum, for several processes, or data or a model that do not fit.
+    """
+    settings = settings.with_curriculum()
+    if settings.curriculum is None:
+        raise ValueError(
+            "no solutions to measure heads on: pass --curriculum FILE, which rlkv-filter writes, "
+            "or train by GRPO with --finder rlkv"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"--finder {settings.finder} takes one process, not {args.world_size}: start it "
+            "without a launcher, or take --finder rlkv"
+        )
+    settings = replace(settings, dtype=dtype_name(settings.dtype, args.device))
+    if model is None or tokenizer is None:
+        model, tokenizer = load_model(settings.model, dtype=settings.dtype, device=str(args.device))
+    # with_curriculum has chosen the template
+    recorded = read_traces(str(settings.curriculum), tokenizer, str(settings.template))
+    return settings, model, recorded
+
+
+def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments, read: set[str]) -> None:
+    """Name options that were set, but are neither in ``read`` nor read by a finder but GRPO."""
+    unread = [option.name for option in fields(settings) if option.name not in read]
+    found = [name for name in unread if getattr(settings, name) != getattr(RLKVSettings, name)]
+    for name in GRPO_OPTIONS:
+        if getattr(args, name) != getattr(GateTrainingArguments, name):
+            found.append(name)
+    if found:
+        names = ", ".join(found)
+        print(
+            f"finder {settings.finder}, which does not read {names} (--finder rlkv does)",
+            flush=True,
+        )
 
 
 # --- texts
@@ -112,7 +178,8 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
 
 def check_layers(model: Any) -> None:
     """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
-    if len(list(full_attention_modules(model))) < len(model.get_decoder().layers):
+    layers = ModelShape.from_config(model.config).num_layers
+    if len(list(full_attention_modules(model))) < layers:
         raise ValueError(
             "some layers of this model have no full attention: heads of such models cannot be "
             "ranked"

@@ -122,6 +122,8 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
         ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
+        ("--finder attention --held-out 4", "held_out.*leave --finder attention out"),
+        ("--attention-queries least", "--attention-queries 'least'.*max, mean"),
         ("--init-gates g.pt --init-value 0.5", "exclude each other"),
         ("--plan-gpus h100", "--plan"),
         ("--elimination-distillation 7", "must be 0 or at least 8, got 7"),
@@ -165,6 +167,7 @@ def test_wrong_options_of_a_distillation_are_named(options: str, named: str) -> 
         ("--config nowhere.yaml", "nowhere.yaml"),
         ("--model x", "error: no problems to train on"),
         ("--model x --finder elimination", "error: no solutions to measure heads on"),
+        ("--model x --finder attention", "error: no solutions to measure heads on"),
         ("--curriculum nowhere.parquet", "error: nowhere.parquet: there is no such file"),
     ],
 )

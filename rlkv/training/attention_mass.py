@@ -1,0 +1,208 @@
+"""Heads scored by one pass over recorded solutions, without training: what local attention misses.
+
+The mass of a query is the share of its softmax that falls on keys outside of sinks and window.  A
+head's score is the largest mass in a solution, over the query heads of its group too, and the mean
+of that over solutions.  The idea is KVzip's (arXiv 2505.23416), which scores KV pairs by the most
+attention that any query of a group gives them while the model repeats its context.
+
+Why the largest: a head that looks up one value is needed, though its mean is small, and a solution
+goes wrong by one token.  Diffuse attention to the past raises the mean and can be spared.  On both
+small models means choose heads hardly better than chance (docs/find-heads.md); ``mean`` is there to
+compare with.  DuoAttention (arXiv 2410.10819) argues against profiles of attention altogether: they
+see neither the values nor what an error does later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface
+
+from rlkv.attention import IMPLEMENTATION
+from rlkv.attention.call import MixedCall, local_rule, mixed_mask
+from rlkv.attention.head_gate import gate_shares, set_gates
+from rlkv.attention.mixed import plain_attention
+from rlkv.data.recall import MarkedText
+from rlkv.gates.head_gates import HeadGates
+from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
+from rlkv.training.solutions import (
+    GROUPS_OF_ALL,
+    check_layers,
+    draw_traces,
+    hard_masks,
+    load_solutions,
+    make_batch,
+    warn_of_unread,
+)
+from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest
+
+MEASURING = "rlkv_measuring"  # the attention implementation
+SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
+CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
+READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
+READ |= {"sink", "window", "elimination_traces", "attention_queries"}
+
+
+def score_heads(
+    settings: RLKVSettings,
+    args: GateTrainingArguments,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> HeadGates:
+    """Score all heads by their attention outside of sinks and window, and export the scores.
+
+    The sizes are ``settings.sink`` and ``settings.window``.  A run that was stopped starts over.
+
+    Args:
+        model, tokenizer: instead of the ones that ``settings.model`` names.
+
+    Raises:
+        ValueError: for data, a model or a folder that do not fit.
+    """
+    settings, model, recorded = load_solutions(settings, args, model, tokenizer)
+    traces, _ = draw_traces(recorded, settings.elimination_traces, args.seed)
+    longest = max(len(trace.ids) for trace in traces)
+    if longest <= settings.sink + settings.window:
+        raise ValueError(
+            f"sink {settings.sink} and window {settings.window} cover the longest of the "
+            f"{len(traces)} solutions, {longest} tokens with its prompt, so that every head would "
+            "score 0: take smaller ones"
+        )
+    check_layers(model)
+    config = {name: getattr(settings, name) for name in sorted(READ)}
+    config |= {"seed": args.seed, "output_dir": args.output_dir}
+    config["data_digest"] = digest([text.ids for text in traces])
+    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    with hard_masks(model, settings.sink, settings.window) as gated:
+        run.write_config()
+        warn_of_unread(settings, args, READ)
+        for log in (LOG, GATES_LOG):
+            (run.path / log).unlink(missing_ok=True)
+        if run.wandb is not None:
+            run.wandb.start(args.run_name)
+        records: list[dict[str, Any]] = []
+        ordered = sorted(traces, key=lambda trace: len(trace.ids))
+        sum_LH = torch.zeros(1)
+        with progress_bar("attention", "solutions", len(ordered)) as bar:
+            for start in range(0, len(ordered), settings.forward_rows):
+                wall = time.perf_counter()
+                cpu = time.process_time()
+                texts = ordered[start : start + settings.forward_rows]
+                score_BLH = outside_mass(
+                    gated, texts, settings.sink, settings.window, settings.attention_queries
+                )
+                bar.advance(len(texts))
+                sum_LH = sum_LH + score_BLH.sum(0)
+                score_LH = sum_LH / bar.done
+                record = {**gate_shares(score_LH), "time/step_s": time.perf_counter() - wall}
+                record["time/step_cpu_s"] = time.process_time() - cpu
+                records.append({"step": len(records) + 1, **record})
+                append_record(run.path / LOG, len(records), record)
+                append_record(run.path / GATES_LOG, len(records), {"alpha": score_LH.tolist()})
+                if run.wandb is not None:
+                    run.wandb.log(records, score_LH, {}, [])
+        set_gates(gated, score_LH)
+        gates = run.gates(gated, score_LH, "attention_mass", len(records))
+    gates.training |= {
+        "seconds": round(sum(record["time/step_s"] for record in records), 3),
+        "cpu_seconds": round(sum(record["time/step_cpu_s"] for record in records), 3),
+    }
+    run.export(gates, CURVES)
+    return gates
+
+
+@torch.no_grad()
+def outside_mass(
+    gated: Any, texts: Sequence[MarkedText], sink: int, window: int, over: str = "max"
+) -> Tensor:
+    """Score heads on solutions, whose tokens but the last are queries; prompts are read first.
+
+    Args:
+        gated: a model of :func:`~rlkv.training.solutions.hard_masks`, which refuses those whose
+            attention has another form.  Its gates are not used.
+        over: ``"max"`` or ``"mean"`` of a solution's queries.
+
+    Returns:
+        ``[B, L, H]`` in [0, 1], float32 on the CPU.
+    """
+    scores: list[Tensor] = []
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: MixedCall,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, scale)
+        if over == "max":
+            scores.append(mass_BHQ.amax(-1))
+        else:
+            scores.append(mass_BHQ.sum(-1) / queries_B1)
+        return plain_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+
+    AttentionInterface.register(MEASURING, attend)
+    AttentionMaskInterface.register(MEASURING, mixed_mask)
+    base = gated.get_base_model()
+    # all but the last token, whose mass is 0
+    queries_B1 = torch.tensor([[len(text.answers) - 1] for text in texts], device=base.device)
+    with gated.disable_adapter():
+        batch = make_batch(base.get_decoder(), texts, "full")
+        base.set_attn_implementation(MEASURING)
+        try:
+            batch.states(base.get_decoder())
+        finally:
+            base.set_attn_implementation(IMPLEMENTATION)
+    return torch.stack(scores, dim=1).float().cpu().clamp(0, 1)
+
+
+def mass_of_call(
+    query: Tensor, key: Tensor, call: MixedCall, sink: int, window: int, scale: float
+) -> Tensor:
+    """Compute how much of each query's softmax falls on keys that local attention does not see.
+
+    Blocks of queries bound the memory; products and softmax are in float32 or wider.
+
+    Args:
+        query: ``[B, H * G, Q, D]``.
+        key: ``[B, H, K, D]``.
+
+    Returns:
+        ``[B, H, Q]``: the largest mass in the group; 0 for padding and for a text's last token,
+        which predicts nothing.
+    """
+    batch, kv_heads, kv_length, _ = key.shape
+    device = query.device
+    wide = torch.promote_types(torch.float32, query.dtype)
+    keys = key.to(wide).mT
+    rows = call.rows(device)
+    causal = local_rule(rows, kv_length, 0)
+    local = local_rule(rows, sink, window)
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    key_K = torch.arange(kv_length, device=device)
+    query_Q = torch.arange(call.q_length, device=device) + call.q_offset
+    block = max(1, SCORES_AT_ONCE // (batch * query.shape[1] * kv_length))
+    found = []
+    for part, at_Q in zip(query.split(block, dim=2), query_Q.split(block), strict=True):
+        at = at_Q[:, None]
+        seen = causal(row, None, at, key_K)
+        counts = at < rows.end[row] - 1
+        is_outside = seen & ~local(row, None, at, key_K) & counts
+        grouped = part.to(wide).reshape(batch, kv_heads, -1, part.shape[-1])
+        scores = (grouped @ keys * scale).view(*part.shape[:3], kv_length)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        mass = (weights * is_outside).sum(-1)
+        found.append(mass.unflatten(1, (kv_heads, -1)).amax(2))
+    return torch.cat(found, dim=-1)

@@ -1,0 +1,204 @@
+"""Scores by attention: against explicit weights, and whole runs of the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlkv import tiny
+from rlkv.attention.call import MixedCall
+from rlkv.cli.train import parse_config
+from rlkv.data.recall import MarkedText
+from rlkv.gates.head_gates import HeadGates
+from rlkv.training import attention_mass
+from rlkv.training.attention_mass import mass_of_call, outside_mass, score_heads
+from rlkv.training.run_folder import RunLogs
+from rlkv.training.solutions import draw_traces, hard_masks, read_traces
+from tests.helpers.families import make_family
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.models import make_tiny_model
+
+SINK, WINDOW = 2, 5
+# tokens of prompts and whole texts: prompts are padded on the left, solutions on the right; the
+# last text is covered by sinks and window
+LENGTHS = [(9, 43), (1, 38), (17, 20), (3, 7)]
+
+
+def texts() -> list[MarkedText]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for prompt, length in LENGTHS:
+        ids = torch.randint(3, 128, (length,), generator=generator).tolist()
+        found.append(MarkedText(tuple(ids), tuple(range(prompt, length))))
+    return found
+
+
+def explicit(model: PreTrainedModel, text: MarkedText, over: str) -> Tensor:
+    """Score heads, ``[L, H]``, by the whole attention weights of one text, token by token."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(torch.tensor([text.ids]), output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    layers = []
+    for weights_1PTT in weights:
+        masses = []
+        for query in text.answers[:-1]:  # the last token predicts nothing
+            first_seen = max(SINK, query - WINDOW + 1)
+            of_heads = weights_1PTT[0, :, query, SINK:first_seen].sum(-1)
+            masses.append(of_heads.view(-1, groups).max(dim=1).values)
+        mass_QH = torch.stack(masses)
+        layers.append(mass_QH.max(dim=0).values if over == "max" else mass_QH.mean(dim=0))
+    return torch.stack(layers)
+
+
+def measured(model: PreTrainedModel, chosen: list[MarkedText], over: str = "max") -> Tensor:
+    with hard_masks(model, SINK, WINDOW) as gated:
+        return outside_mass(gated, chosen, SINK, WINDOW, over)
+
+
+@pytest.mark.parametrize("over", ["max", "mean"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite"])
+def test_scores_are_those_of_explicit_attention_weights(
+    name: str, over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batched and padded, in blocks of a few queries, against single texts in eager attention."""
+    model = make_tiny_model(name)
+    expected = torch.stack([explicit(model, text, over) for text in texts()])
+    found = measured(model, texts(), over)
+    assert found.shape == (4, 3, 4)
+    assert torch.allclose(found, expected, atol=2e-6)  # sums of 43 weights in float32
+    assert expected[:3].max() > 0.3
+    assert not found[3].any()
+    monkeypatch.setattr(attention_mass, "SCORES_AT_ONCE", 4 * 8 * 51 * 3)  # three queries
+    assert torch.allclose(measured(model, texts(), over), found, atol=1e-6)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("rlkv_gate" in module for module, _ in model.named_modules())
+
+
+def test_scores_in_bfloat16_are_near_those_in_float32() -> None:
+    model = make_tiny_model("llama")
+    expected = measured(model, texts())
+    found = measured(model.bfloat16(), texts())
+    assert found.dtype == torch.float32
+    # states of 8 bits move the softmax of single queries, and with it the largest mass
+    assert torch.allclose(found, expected, atol=0.05)
+
+
+def test_scores_of_a_long_text_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mass, "SCORES_AT_ONCE", 2**16)
+    tokens = 600
+    torch.manual_seed(0)
+    query = torch.randn(2, 8, tokens, 16)
+    key = torch.randn(2, 4, tokens, 16)
+    call = MixedCall(
+        batch_size=2,
+        q_length=tokens,
+        kv_length=tokens,
+        q_offset=0,
+        padding_BK=None,
+        causal=True,
+        make_stock_mask=lambda: None,
+    )
+    with LiveBytes() as live:
+        mass_BHQ = mass_of_call(query, key, call, SINK, WINDOW, 0.25)
+    assert mass_BHQ.shape == (2, 4, tokens)
+    assert live.peak < 8 * 4 * 2**16  # a few copies of a block; all scores at once: 23 MB
+
+
+# --- whole runs of the tiny model
+
+
+def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
+    given = {"config": "tiny", "finder": "attention", "curriculum": curriculum}
+    given |= {"use_cpu": "true", "elimination_traces": 5, "output_dir": folder, **other}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return score_heads(*parse_config(words), *model)
+
+
+def test_a_run_exports_scores(
+    curriculum: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    model, tokenizer = tiny.load()
+    folder = tmp_path / "run"
+    options = {"forward_rows": 2, "l1_beta": 0.3, "wandb": "offline"}
+    gates = run(folder, curriculum, model, tokenizer, **options)
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    for name in ("gates.pt", "gates.safetensors", "adapter"):
+        assert HeadGates.load(folder / name) == gates
+    assert HeadGates.load(folder / "adapter_weights.tsv").alpha.equal(gates.alpha)
+    traces, _ = draw_traces(read_traces(str(curriculum), tokenizer, "rlkv"), 5, seed=0)
+    with hard_masks(model, 4, 16) as gated:
+        expected = outside_mass(gated, traces, 4, 16).mean(0)
+    assert torch.allclose(gates.alpha, expected, atol=1e-6)  # whatever the batches
+    assert gates.alpha.std() > 0.001
+    assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (4, 16, 4, 16)
+    logs = RunLogs.read(folder)
+    assert logs.finished
+    assert [record["step"] for record in logs.records] == [1, 2, 3]
+    assert torch.tensor(logs.gates[-1]["alpha"]).equal(gates.alpha)
+    told = json.loads((folder / "summary.json").read_text())
+    assert {"training", "config", "commit", "hardware"} <= told.keys()
+    found = {name: told["training"][name] for name in ("method", "steps", "attention_queries")}
+    assert found == {"method": "attention_mass", "steps": 3, "attention_queries": "max"}
+    for name, total in (("time/step_s", "seconds"), ("time/step_cpu_s", "cpu_seconds")):
+        spent = sum(record[name] for record in logs.records)
+        assert told["training"][total] == pytest.approx(spent, abs=1e-3)
+    unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0].split(", ")
+    assert {"l1_beta", "max_steps"} <= set(unread)
+    assert not {"sink", "window", "elimination_traces", "attention_queries"} & set(unread)
+    # the same command measures again, other settings are refused
+    assert run(folder, curriculum, forward_rows=2).alpha.equal(gates.alpha)
+    assert len(RunLogs.read(folder).records) == 3
+    with pytest.raises(ValueError, match="attention_queries 'max' -> 'mean'"):
+        run(folder, curriculum, attention_queries="mean")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"curriculum": "x.jsonl"}, "x.jsonl: there is no such file"),
+        ({"elimination_traces": 7}, "7.*has only 6"),
+        ({"window": 2000}, "sink 4 and window 2000 cover the longest of the 5 solutions"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    changed: dict[str, object], named: str, curriculum: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        run(tmp_path / "run", **{"curriculum": curriculum, **changed})
+    assert not (tmp_path / "run").exists()
+
+
+def test_solutions_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"no solutions to measure heads on.*--curriculum"):
+        score_heads(*parse_config(["--config", "tiny", "--finder", "attention", "--use-cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("gpt2", "no full attention"),
+        ("gemma3_text", "no full attention"),
+        ("deepseek_v3", "latent"),
+    ],
+)
+def test_models_whose_attention_is_another_are_refused(
+    family: str, named: str, curriculum: Path, tmp_path: Path
+) -> None:
+    model = make_family(family)
+    with pytest.raises(ValueError, match=named):
+        run(tmp_path / "run", curriculum, model, tiny.load()[1])
+    assert not (tmp_path / "run").exists()
+    assert not any("rlkv_gate" in name for name, _ in model.named_modules())
