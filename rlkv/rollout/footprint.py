@@ -71,9 +71,9 @@ MOST_ROWS = {"hf": 64, "vllm": 256}
 COPIES = 2  # of transformers' cache at once, when rows leave
 DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
-# a decoding step of transformers on a GPU, per layer: launches bound it, not the rows
-HF_STEP_SECONDS = 1e-3
-HF_MIXED = 2.2  # times that with mixed attention: 16 rows of an 8B model on an H100
+# a decoding step of transformers on a GPU, per layer, beside reading the weights: that of graphs
+# with mixed attention, 16 rows of an 8B model and 32 of a 1.5B model on an H200
+HF_STEP_SECONDS = 3e-4
 DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
 # tokens/s times parameters of a CPU thread in bfloat16: 32 rows of a model of 1.5B in vLLM
 CPU_RATE = 7.5e10
@@ -167,9 +167,7 @@ class Footprint:
         fitting = int(kv / (share * positions * self.kv_per_token))
         return max(1, min(fitting, MOST_ROWS[engine] if most is None else most))
 
-    def rate(
-        self, engine: str, rows: int, card: Card | None, tokens: float, mixed: bool = False
-    ) -> float:
+    def rate(self, engine: str, rows: int, card: Card | None, tokens: float) -> float:
         """Return the assumed tokens/s of ``rows`` rows.
 
         Args:
@@ -179,7 +177,8 @@ class Footprint:
         if card is None:
             return CPU_RATE * torch.get_num_threads() * 2 / (self.itemsize * self.parameters)
         if engine == "hf":
-            return rows / (self.shape.num_layers * HF_STEP_SECONDS * (HF_MIXED if mixed else 1.0))
+            launches = self.shape.num_layers * HF_STEP_SECONDS
+            return rows / (launches + self.weights / card.bandwidth)
         read = self.weights + rows * tokens * self.kv_per_token
         return rows * card.bandwidth * DECODE_SHARE / read
 

@@ -196,7 +196,7 @@ def graphed_step(
     columns = cache.get_seq_length()
     room = sys.maxsize
     step: type[GraphedStep]
-    if isinstance(cache, GrowingCache) and _takes_places(model):
+    if isinstance(cache, GrowingCache) and _takes_places(model, cache):
         step = GrowingStep
         room = min(layer.look_ahead(AHEAD) for layer in cache.layers)
     elif layers := _kernel_layers(cache):
@@ -221,9 +221,11 @@ def graphed_step(
         return None
 
 
-def _takes_places(model: Any) -> bool:
-    """Return whether the model is on a GPU, and its attention one that reads places there."""
-    return model.device.type == "cuda" and model.config._attn_implementation in RECORDABLE
+def _takes_places(model: Any, cache: GrowingCache) -> bool:
+    """Return whether the model is on one GPU, and its attention one that reads places there."""
+    devices = {layer.keys.device for layer in cache.layers}
+    is_on_gpu = len(devices) == 1 and model.device.type == "cuda"
+    return is_on_gpu and model.config._attn_implementation in RECORDABLE
 
 
 def _kernel_layers(cache: Any) -> list[ReallocationLayer]:

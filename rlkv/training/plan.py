@@ -185,9 +185,8 @@ class Plan:
         if model is None or settings.model in BUILT_IN:
             return None
         card = self.machine.card
-        rollout = model.rate(
-            settings.rollout, settings.rollout_rows or 1, card, self.mean_tokens, mixed=True
-        )
+        rows = settings.rollout_rows or 1
+        rollout = model.rate(settings.rollout, rows, card, self.mean_tokens)
         served = settings.rollout == "vllm-server"
         sampling = len(settings.servers) if served else self.machine.processes
         if card is not None:

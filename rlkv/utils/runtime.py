@@ -35,7 +35,7 @@ PACKAGES = (
 )
 KERNEL = "RLKV_DECODE_KERNEL"
 GRAPH = "RLKV_DECODE_GRAPH"
-SWITCHES = {KERNEL: True, GRAPH: False}  # graphs: off until they have run on a GPU as they are now
+SWITCHES = {KERNEL: True, GRAPH: True}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -66,7 +66,8 @@ def update(model: Any, ids: Tensor, completion: int) -> int:
     Returns the number of gates without a finite gradient from the policy loss.
     """
     gates = [parameter for _, parameter in gate_parameters(model)]
-    optimizer = torch.optim.AdamW(gates, lr=RATE, weight_decay=0.0)
+    # torch's eps of 1e-8 would shorten the step of gates whose gradient is about as small
+    optimizer = torch.optim.AdamW(gates, lr=RATE, weight_decay=0.0, eps=1e-16)
     mask = torch.ones_like(ids)
     logprobs = completion_logprobs(plain_score(model.get_base_model()), ids, mask, completion, 1)
     one = torch.ones(1, device=ids.device)

@@ -107,12 +107,12 @@ def test_big_configs_use_vllm_where_it_is_installed(name: str, with_vllm: None) 
     assert "of 80.0 GiB free" in lines["memory"]
 
 
-def test_without_vllm_transformers_sample_and_days_are_named(without_vllm: None) -> None:
+def test_without_vllm_transformers_sample_and_hours_are_named(without_vllm: None) -> None:
     found = plan()
     assert found.settings.rollout == "hf"
     assert 2 * (found.settings.rollout_rows or 0) + 15 + 4 <= 72  # rows of 1 GiB, and a copy
     assert "pip install 'rlkv[vllm]'" in found.line()
-    assert "days in all" in found.line()
+    assert " h in all" in found.line()
     on_cpu = plan(gib=None)
     assert (on_cpu.settings.rollout_rows, on_cpu.settings.rollout_kv_gib) == (64, None)
     assert "this CPU" in on_cpu.line()
