@@ -52,6 +52,8 @@ RUNS = {
         --output_dir elimination""",
     "elimination after distillation": f"""{ELIMINATION} --elimination_distillation 8
         --elimination_sparsity 0.5 --prompts_per_step 4 --output_dir distilled""",
+    "attention": f"""rlkv-train --config tiny --finder attention {CURRICULUM} --use_cpu true
+        --elimination_traces 4 --output_dir attention""",
     "recall": f"{DISTILL} --config distill_tiny --output_dir recall",
     "traces": f"{DISTILL} --config distill_tiny_traces {CURRICULUM} --output_dir traces",
     "rerank": f"""inference/rerank_heads.py --model tiny --gates a/gates.pt {CURRICULUM}
@@ -104,7 +106,16 @@ for policy, options in POLICIES.items():
 SHOWN = ("draw", "infer", "chat", "inspect", "convert", "plot", "diff", "report", "plan")
 # gates that they leave, by the names of their record
 GATES = {"packaged": "tiny"}
-for name in ("grpo", "resumed", "published", "elimination", "distilled", "recall", "traces"):
+for name in (
+    "grpo",
+    "resumed",
+    "published",
+    "elimination",
+    "distilled",
+    "attention",
+    "recall",
+    "traces",
+):
     GATES[name] = f"{name}/gates.pt"
 GATES["rerank"] = "reranked.pt"
 for name in ("converted.pt", "converted.safetensors", "converted.tsv", "converted"):
