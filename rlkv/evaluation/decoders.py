@@ -7,11 +7,11 @@ at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
@@ -77,29 +77,33 @@ def stop_rule(settings: RunSettings) -> StopRule | None:
     return settings.rule if settings.stop_repetitive else None
 
 
-def check_served(name: str, config: Any, allocation: HeadAllocation, cache: CacheSettings) -> None:
-    """Raise ``ValueError`` if the installed vLLM does not serve the method ``name``.
+def check_served(
+    config: PretrainedConfig, methods: Mapping[str, tuple[HeadAllocation, CacheSettings]]
+) -> None:
+    """Raise ``ValueError`` if the installed vLLM does not serve one of the methods.
 
     Args:
-        config: the model's, of transformers; nothing else is loaded.
-        cache: what compressible heads keep.
+        config: the model's; nothing else is loaded.
+        methods: by name, which heads are full, and what the others keep.
     """
-    if bool(allocation.full.all()):
-        check_version()
-        return
     architecture = (config.architectures or ["none"])[0]
-    if architecture not in SERVED:
-        raise ValueError(
-            f"--engine vllm, method {name!r}: the vLLM plugin serves {', '.join(SERVED)}, not "
-            f"{architecture}: take --engine hf"
-        )
-    cache.check_positions(max_positions(config))
-    try:
-        ServingSettings.of(allocation, cache)
-    except ValueError as error:
-        said = str(error).removeprefix("rlkv: ")
-        raise ValueError(f"--engine vllm, method {name!r}: {said}") from None
-    check_installed()
+    check_engine = check_version
+    for name, (allocation, cache) in methods.items():
+        if bool(allocation.full.all()):
+            continue
+        check_engine = check_installed
+        if architecture not in SERVED:
+            raise ValueError(
+                f"--engine vllm, method {name!r}: the vLLM plugin serves {', '.join(SERVED)}, not "
+                f"{architecture}: take --engine hf"
+            )
+        cache.check_positions(max_positions(config))
+        try:
+            ServingSettings.of(allocation, cache)
+        except ValueError as error:
+            said = str(error).removeprefix("rlkv: ")
+            raise ValueError(f"--engine vllm, method {name!r}: {said}") from None
+    check_engine()
 
 
 class TransformersModel:

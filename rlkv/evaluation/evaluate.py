@@ -360,10 +360,12 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     cache = config.cache_settings(rankings)
     if config.engine == "vllm":
         check_processes()
-        shape = load_config(config.model)
+        of_model = load_config(config.model)
+        served = {}
         for method in methods:
-            allocation = method.allocation(shape, rankings, config.seed)
-            check_served(method.name, shape, allocation, cache.with_policy(method.policy))
+            allocation = method.allocation(of_model, rankings, config.seed)
+            served[method.name] = (allocation, cache.with_policy(method.policy))
+        check_served(of_model, served)
     template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
     processes = join_processes(config.device)  # before the model, which takes long to load
