@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from rlkv.cache import CacheSettings
 from rlkv.evaluation.decoders import TransformersModel, VLLMModel, check_served
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
@@ -85,15 +86,6 @@ def join_processes(device: str) -> Processes:
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return Processes(rank, count, device)
-
-
-def check_processes() -> None:
-    """Raise ``ValueError`` if a launcher started several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "--engine vllm evaluates in one process: start it without torchrun or accelerate "
-            "launch, or take --engine hf, which shares the texts"
-        )
 
 
 @dataclass(frozen=True)
@@ -343,6 +335,26 @@ class Evaluation:
     config: dict[str, Any]
 
 
+def check_vllm(
+    config: EvalConfig,
+    methods: list[CompressionMethod],
+    gates: dict[str, HeadGates],
+    cache: CacheSettings,
+) -> None:
+    """Raise ``ValueError`` for what vLLM does not decode, before anything is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "--engine vllm evaluates in one process: start it without torchrun or accelerate "
+            "launch, or take --engine hf, which shares the texts"
+        )
+    of_model = load_config(config.model)
+    served = {}
+    for method in methods:
+        allocation = method.allocation(of_model, gates, config.seed)
+        served[method.name] = (allocation, cache.with_policy(method.policy))
+    check_served(of_model, served)
+
+
 def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet.
 
@@ -359,13 +371,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         )
     cache = config.cache_settings(rankings)
     if config.engine == "vllm":
-        check_processes()
-        of_model = load_config(config.model)
-        served = {}
-        for method in methods:
-            allocation = method.allocation(of_model, rankings, config.seed)
-            served[method.name] = (allocation, cache.with_policy(method.policy))
-        check_served(of_model, served)
+        check_vllm(config, methods, rankings, cache)
     template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
     processes = join_processes(config.device)  # before the model, which takes long to load
@@ -385,22 +391,22 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
     rendered = {task.name: render_problems(task, found, model.tokenizer) for task, found in loaded}
     longest = 0  # tokens of a text, with its prompt
-    for task, problems in rendered.items():
+    for name, problems in rendered.items():
         prompt = max(len(problem.prompt_ids) for problem in problems)
-        longest = max(longest, prompt + settings[task].sampling.max_new_tokens)
+        longest = max(longest, prompt + settings[name].sampling.max_new_tokens)
     for method, allocation in zip(methods, allocations, strict=True):
         own_cache = cache.with_policy(method.policy)
         with model.decoder(allocation, own_cache, longest) as decoder:
-            for task, problems in rendered.items():
-                title = f"{task} {method.name}"
+            for name, problems in rendered.items():
+                title = f"{name} {method.name}"
                 if processes.count > 1:
                     title += f" (process 0 of {processes.count})"
-                folder = config.rows_folder(task, method)
+                folder = config.rows_folder(name, method)
                 with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
                     run_method(
                         decoder,
                         problems,
-                        replace(settings[task], cache=own_cache),
+                        replace(settings[name], cache=own_cache),
                         shard_file(folder, ROWS, processes.rank, processes.count),
                         partial(_show, bar),
                     )
