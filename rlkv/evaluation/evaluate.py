@@ -32,10 +32,10 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
+from rlkv.models.loading import load_config
 from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
-from rlkv.vllm.engine import load_config
 from rlkv.vllm.plugin import check_vllm_options
 
 FULL = "full"

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
-from rlkv.models.loading import dtype_name, load_tokenizer, model_source, resolve_device
+from rlkv.models.loading import (
+    dtype_name,
+    load_config,
+    load_tokenizer,
+    model_source,
+    resolve_device,
+)
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import (
     Completion,
@@ -255,13 +261,6 @@ def _extend(row: Row, output: Any, stop: StopRule | None) -> None:
         row.finish_reason = "repetition"
     elif output.finished:
         row.finish_reason = "length"
-
-
-def load_config(model: str) -> Any:
-    """Load the transformers config of ``model`` (``tiny``, a folder or a hub id)."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model_source(model))
 
 
 def _generation_config(model: str) -> Any:

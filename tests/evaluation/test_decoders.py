@@ -37,6 +37,7 @@ HALF = "random-heads@0.5"
         ),
         (["--methods", HALF, "--prefill", "published"], f"'{HALF}': prefill 'published' is not"),
         (["--methods", HALF, "--window", "9000"], "window is 9000, but the model has 1024 pos"),
+        (["--model", "./absent"], "cannot load a model from './absent'"),
         ([], "vLLM is not installed"),
         (["--methods", HALF], "vLLM is not installed"),
     ],
