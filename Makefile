@@ -13,20 +13,24 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 IS_QUICK := $(filter 1,$(QUICK))
 # MODEL=smol: make study on the built-in language model (many hours on two cores)
 MODEL := tiny
+# make llm LLM_DATA=FOLDER: problems from deepscaler_math.jsonl and gsm8k_test.jsonl in it, not from the hub; LLM_GGUF=FILE:
+# the model's GGUF file, or where it goes
+STAGES_WITH = $(BIN)/python
 JOBS = $(if $(filter -j%,$(MAKEFLAGS)),,-j$(shell n=$$(nproc 2> /dev/null || echo 2); echo $$((n < 4 ? n : 4))))
 # inference/study.mk has the stages; $(call stages,GOAL,MODEL,FOLDER,JOBS)
 define stages
 @if [ "$(FRESH)" = 1 ] && { [ -e $(3)/started ] || [ -e $(3)/stages.json ]; }; then rm -rf $(3); fi
 @start=$$(date +%s); $(MAKE) --no-print-directory -f inference/study.mk $(1) MODEL=$(2) OUT=$(3) QUICK=$(IS_QUICK) \
-	PYTHON=$(BIN)/python $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
+	PYTHON=$(STAGES_WITH) $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
 endef
 
-.PHONY: help venv demo smol study test test-slow test-vllm test-vllm-slow test-newest lint docs bench clean
+.PHONY: help venv demo smol study llm test test-slow test-vllm test-vllm-slow test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make smol   the same on the built-in language model (SmolLM2-135M) -> results/smol/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/ (MODEL=smol: on that)"
+	@echo "make llm    the same as demo on Qwen2.5-Coder-1.5B, MATH and GSM8K, through vLLM (12 GiB, about 90 minutes) -> results/llm/"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-slow  kills, faults, several processes and load: before each release"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB); test-vllm-slow: kills, load, processes"
@@ -57,6 +61,11 @@ smol: $(STAMP)
 # as many stages at once as there are cores, at most 4, unless -j says otherwise
 study: $(STAMP)
 	$(call stages,study,$(MODEL),results/study$(filter-out _tiny,_$(MODEL))$(IS_QUICK:1=_quick),$(JOBS))
+
+# filter and evaluation need vLLM, whose environment runs all stages
+llm: STAGES_WITH = $(VLLM)/bin/python
+llm: $(VLLM)/.installed
+	$(call stages,llm,qwen_coder,results/llm$(IS_QUICK:1=_quick))
 
 # one worker per core and one thread per worker; the tests of a file share its fixtures, so they stay together
 test: $(STAMP)

@@ -1,7 +1,9 @@
-# The stages of `make demo`, `make smol` and `make study`, each one of the project's own programs. A stage has ended when its
-# last file is there, and runs again when a file that it needs is newer; a program that was stopped resumes by itself.
+# The stages of `make demo`, `make smol`, `make study` and `make llm`, each one of the project's own programs. A stage has
+# ended when its last file is there, and runs again when a file that it needs is newer; a program that was stopped resumes
+# by itself.
 #   make -f inference/study.mk demo MODEL=tiny OUT=results/demo               # filter, find gates, compare
 #   make -f inference/study.mk study MODEL=smol OUT=results/study_smol -j2    # find heads in every way, with seeds
+#   make -f inference/study.mk llm MODEL=qwen_coder OUT=results/llm           # on a capable model; needs vLLM
 # RLKV is configs/MODEL.yaml with fewer steps. The tiny model has the ablations of RLKV's paper too (arXiv 2510.08525,
 # figure 8: without adaptive weighting, without self-distilled data, the penalty times 0.2 and 5).
 PYTHON ?= python
@@ -35,6 +37,17 @@ study: SPARSITIES := $(call size,0.2 0.4 0.5 0.6 0.8,0.4 0.6)
 demo: SPARSITIES := $(call size,0.2 0.4 0.5 0.6 0.8,0.5)
 demo: HELD_OUT := $(call size,100,20)
 demo: DRAWS := $(call size,5,2)
+else ifeq ($(MODEL),qwen_coder)
+FILTERED := $(call size,160,16)
+DISTILL_STEPS := $(call size,24,2)
+HELD_OUT := $(call size,48,4)
+TRACES := $(call size,32,4)
+# its last part names the model in files
+LLM := $(OUT)/Qwen2.5-Coder-1.5B-Instruct
+NAMED := --model $(LLM)
+DRAWN := --limit $(FILTERED) $(NAMED) $(LLM_DATA:%=--input %/deepscaler_math.jsonl)
+# one model takes up to 11 GB
+.NOTPARALLEL:
 else
 SEEDS := $(call first,2)
 CHAINS := 4-10
@@ -75,11 +88,12 @@ endef
 CURRICULUM := $(OUT)/curriculum/report.md
 PROBLEMS := $(OUT)/problems.jsonl
 RAW := $(OUT)/unfiltered.jsonl
-POOL = --config configs/filter_$(MODEL).yaml --num-problems $(FILTERED)
+DRAWN ?= --num-problems $(FILTERED)
+POOL = --config configs/filter_$(MODEL).yaml $(DRAWN)
 STUDY = inference/study.py --config configs/study_$(MODEL).yaml --data $(PROBLEMS) --random-draws $(DRAWS) \
 	--sparsities $(SPARSITIES) $(ORACLE)
 
-.PHONY: demo study
+.PHONY: demo study llm
 demo: $(OUT)/study/report.html
 	@cp $(OUT)/study/sweep-$(MODEL).png $(OUT)/accuracy.png
 	@cp $(addprefix $(OUT)/study/,results.json table.md) $(OUT)
@@ -119,7 +133,7 @@ ABLATIONS := $(call given,no self-distilled data,no_self-distilled_data,gates.pt
 	$(call given,beta x 5,beta_x_5,gates.pt,$(VARIANT_SEEDS))
 FILES := $(filter $(OUT)/%,$(subst =, ,$(subst ",,$(GATES) $(ABLATIONS))))
 COMPARE = $(STUDY) --gates $(GATES) $(if $(VARIANT_SEEDS),--ablation $(ABLATIONS)) --output-dir $(@D)
-FROM_CURRICULUM = --curriculum $(OUT)/curriculum/curriculum.parquet --seed $* --output-dir $(@D)
+FROM_CURRICULUM = $(NAMED) --curriculum $(OUT)/curriculum/curriculum.parquet --seed $* --output-dir $(@D)
 DISTILL = train/distill_gates.py --steps $(DISTILL_STEPS) --config configs/distill_$(MODEL)
 GRPO = train/grpo_gates.py --config configs/$(MODEL).yaml
 RLKV = $(GRPO) --max-steps $(GRPO_STEPS) --save-steps $(SAVE_STEPS)
@@ -168,3 +182,26 @@ $(OUT)/runs/beta_x_5_%/gates.pt: $(CURRICULUM)
 $(OUT)/runs/%/reranked.safetensors: $(OUT)/runs/%/gates.pt
 	$(call run,inference/rerank_heads.py --overwrite --curriculum $(OUT)/curriculum/curriculum.parquet --dtype $(DTYPE) \
 		--num-traces $(TRACES) --seed $(lastword $(subst _, ,$*)) --gates $< --output $@)
+
+# a capable model: heads by distillation and by attention, each compared with others and with eviction policies
+EVALUATE = inference/evaluate.py --config configs/eval_$(MODEL).yaml $(NAMED) --limit $(HELD_OUT) $(LLM_DATA:%=--data %) \
+	--gates traces=$(OUT)/runs/traces_0/gates.pt attention=$(OUT)/runs/attention_0/gates.pt --output-dir $(@D)
+# the plugin does not protect prompts from policies; all rows hold about two thirds of the full cache's bytes
+POLICIES := full traces@0.4+rkv@64:buffer=16:protect_prompt=true rkv@112:buffer=16:protect_prompt=true \
+	snapkv@112:buffer=16:protect_prompt=true
+
+ifeq ($(MODEL),qwen_coder)
+llm: $(OUT)/evaluation/report.html $(OUT)/eviction/report.html
+	@cat $(<D)/report.md $(OUT)/eviction/report.md
+
+$(LLM)/config.json: | $(OUT)/started
+	$(call run,data_prep/fetch_llm.py $(LLM_GGUF:%=--gguf %) $(LLM_DATA:%=--data %) --output $(@D))
+$(CURRICULUM): | $(LLM)/config.json
+$(OUT)/runs/attention_%/gates.pt: $(CURRICULUM)
+	$(call run,train/grpo_gates.py --finder attention --dtype fast --sink 16 --window 64 --elimination-traces $(TRACES) \
+		$(FROM_CURRICULUM))
+$(OUT)/evaluation/report.html: $(OUT)/runs/traces_0/gates.pt $(OUT)/runs/attention_0/gates.pt
+	$(call run,$(EVALUATE))
+$(OUT)/eviction/report.html: $(OUT)/runs/traces_0/gates.pt $(OUT)/runs/attention_0/gates.pt
+	$(call run,$(EVALUATE) --engine hf --methods $(POLICIES))
+endif

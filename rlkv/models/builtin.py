@@ -113,11 +113,16 @@ def built_in_folder(model: str) -> Path:
     return made_once(f"{SMOL}-{source}-{version}", about, _write_smol)
 
 
+def cache_folder() -> Path:
+    """Return ``$RLKV_CACHE``, or its default."""
+    return Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
+
+
 def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:
     """Make a model folder in the cache, one process at a time, and never leave it half made."""
     from filelock import FileLock
 
-    cache = Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
+    cache = cache_folder()
     folder = cache / name
     if folder.is_dir():
         return folder

@@ -1,4 +1,4 @@
-"""The stages of `make demo`, `make smol` and `make study`: settings, order, what they hand on."""
+"""The stages of `make demo`, `smol`, `study` and `llm`: settings, order, what they hand on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from rlkv.cli.app import parse
 from rlkv.cli.train import parse_config, parse_distill_config
 from rlkv.data.filter import FilterConfig
+from rlkv.evaluation.evaluate import EvalConfig, parse_methods
 from rlkv.evaluation.study import StudyConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import load_program
@@ -29,9 +30,11 @@ METHODS += ["traces", "traces re-ranked", "DuoAttention"]
 VARIANTS = ["no self-distilled data", "no adaptive weight", "beta x 0.2", "beta x 5"]
 KINDS = {
     "data_prep/filter_deepscaler.py": FilterConfig,
+    "data_prep/fetch_llm.py": load_program("data_prep/fetch_llm.py").FetchConfig,
     "data_prep/draw_problems.py": load_program("data_prep/draw_problems.py").DrawConfig,
     "inference/rerank_heads.py": load_program("inference/rerank_heads.py").RerankConfig,
     "inference/study.py": StudyConfig,
+    "inference/evaluate.py": EvalConfig,
 }
 PLANS = [
     (goal, model, quick)
@@ -39,14 +42,17 @@ PLANS = [
     for model in ("tiny", "smol")
     for quick in ("", "1")
 ]
+PLANS += [("llm", "qwen_coder", quick) for quick in ("", "1")]
 # writes what the program of its first argument would
 STUB = """#!/bin/sh
 echo "$OMP_NUM_THREADS $*" >> "$CALLS"
 case "$*" in *"$BROKEN"*) echo "what went wrong"; exit 3 ;; esac
 out=$(echo "$*" | sed -E 's/.*--output([-_]dir)? ([^ ]+).*/\\2/')
 case "$1" in
+data_prep/fetch*) files=/config.json ;;
 data_prep/filter*) files=/report.md ;;
 train/*) files="/gates.pt /gates.safetensors /heat_map.png /training_curves.png" ;;
+inference/eval*) files="/report.html /report.md" ;;
 inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png"
     files="$files /measured.json" ;;
 *) echo x > $out; exit ;;
@@ -112,6 +118,7 @@ def test_every_program_knows_its_options(
     goal: str, model: str, quick: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rlkv.data.filter.find_spec", str)  # vLLM need not be installed
     for program, options, folder in stages(goal, model, quick):
         if program in KINDS:
             parsed = vars(parse(KINDS[program], arguments=options))
@@ -216,6 +223,36 @@ def test_stages_run_once_and_again_when_what_they_need_is_newer(
     os.utime(out / "training" / "gates.pt", (1, 1))
     assert make("demo", out, **stub).returncode == 0
     assert programs(calls) == ["grpo_gates", "study"]
+
+
+def test_the_capable_model_goes_from_stage_to_stage(
+    tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "llm", tmp_path / "calls"
+    given = ["MODEL=qwen_coder", "LLM_DATA=my/data", "LLM_GGUF=my.gguf", "-j4"]
+    assert make("llm", out, *given, **{**stub, "BROKEN": "evaluation"}).returncode == 2
+    done = make("llm", out, *given, **stub)
+    assert (done.returncode, done.stderr) == (0, "")
+    first = ["fetch_llm", "filter_deepscaler", "distill_gates", "grpo_gates"]
+    assert programs(calls) == [*first, "evaluate", "evaluate", "evaluate"]
+    lines = [shlex.split(line)[1:] for line in calls.read_text().splitlines()]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rlkv.data.filter.find_spec", str)
+    fetch, pool, *_, heads, policies = [
+        parse(KINDS[program], arguments=options) for program, *options in lines if program in KINDS
+    ]
+    assert (fetch.gguf, fetch.data) == (Path("my.gguf"), Path("my/data"))
+    assert pool.input == "my/data/deepscaler_math.jsonl"
+    assert {pool.model, heads.model, policies.model} == {str(fetch.output)}
+    assert [heads.engine, policies.engine] == ["vllm", "hf"]
+    for config in (heads, policies):
+        names = [item.partition("=")[0] for item in config.gates]
+        files = [Path(item.partition("=")[2]) for item in config.gates]
+        assert all(file.is_file() for file in files)
+        assert len(parse_methods(config.methods, names)) == len(config.methods)
+    calls.unlink()
+    assert make("llm", out, *given, **stub).returncode == 0
+    assert not calls.exists()
 
 
 def test_a_program_ends_with_make(tmp_path: Path, stub: dict[str, str]) -> None:
