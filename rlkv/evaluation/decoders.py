@@ -29,6 +29,8 @@ from rlkv.vllm.settings import SERVED, ServingSettings
 if TYPE_CHECKING:
     from rlkv.vllm.engine import VLLMEngine
 
+LEAST_STEP = 1024  # tokens of a step on a CPU
+
 
 class TransformersDecoder:
     """A transformers model under an allocation; a :class:`~rlkv.evaluation.runner.Decoder`."""
@@ -208,6 +210,10 @@ class VLLMDecoder:
             "max_positions": self.positions,
             "kv_gib": self._kv_gib(),
         }
+        if resolve_device().type == "cpu":
+            # at its start the engine reads as many tokens as a step may have: 25 s for the 4,096
+            # that it would take with a model of 1.5B on one core
+            options["max_num_batched_tokens"] = max(self.positions, model.batch_size, LEAST_STEP)
         if bool(self.allocation.full.all()):
             return VLLMEngine(model.name, max_rows=model.batch_size, **options)
         serving = ServingSettings.of(self.allocation, self.cache)

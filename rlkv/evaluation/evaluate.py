@@ -37,6 +37,7 @@ from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 from rlkv.vllm.plugin import check_vllm_options
+from rlkv.vllm.settings import TEMPERATURES
 
 FULL = "full"
 RANDOM_HEADS = "random-heads"
@@ -346,6 +347,12 @@ def check_vllm(
         raise ValueError(
             "--engine vllm evaluates in one process: start it without torchrun or accelerate "
             "launch, or take --engine hf, which shares the texts"
+        )
+    least, most = TEMPERATURES
+    if config.temperature > 0 and not least <= config.temperature <= most:
+        raise ValueError(
+            f"--engine vllm draws at temperatures from {least} to {most:g}, not "
+            f"{config.temperature}: take --engine hf"
         )
     of_model = load_config(config.model)
     served = {}

@@ -26,7 +26,7 @@ _PACKED: WeakKeyDictionary[nn.Linear, tuple[tuple[int, int], Tensor]] = WeakKeyD
 def packed_products(model: nn.Module) -> Iterator[None]:
     """Multiply by packed weights inside, where that is faster; results are the same.
 
-    A weight is packed once, and again when it has changed.  That takes about 3 s and 3 GB for a
+    A weight is packed once, and again when it has changed.  That takes about 5 s and 3 GB for a
     model of 1.5B parameters; the weights as they were stay for everything else.
     """
     with ExitStack() as undo:

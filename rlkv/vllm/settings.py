@@ -36,6 +36,7 @@ MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
 # their scores need the keys and the last queries alone, head by head
 EVICTIONS = ("rkv", "snapkv")
+TEMPERATURES = (0.01, 2.0)  # that the engine draws at: below it would take the least in silence
 
 # how compressible heads read a prompt: all of it, or what they keep
 FULL = "full"

@@ -38,6 +38,8 @@ HALF = "random-heads@0.5"
         (["--methods", HALF, "--prefill", "published"], f"'{HALF}': prefill 'published' is not"),
         (["--methods", HALF, "--window", "9000"], "window is 9000, but the model has 1024 pos"),
         (["--model", "./absent"], "cannot load a model from './absent'"),
+        (["--temperature", "2.5"], "temperatures from 0.01 to 2, not 2.5"),
+        (["--temperature", "0.001"], "temperatures from 0.01 to 2, not 0.001"),
         ([], "vLLM is not installed"),
         (["--methods", HALF], "vLLM is not installed"),
     ],

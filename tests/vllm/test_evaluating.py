@@ -138,7 +138,7 @@ def test_a_stopped_run_resumes_and_engines_are_not_mixed(
 def test_samples_repeat_in_any_batch_and_repetitive_texts_are_ended(
     gates: Path, tmp_path: Path
 ) -> None:
-    options = ["--engine", "vllm", "--num-samples", "2", "--temperature", "5", *STOPS]
+    options = ["--engine", "vllm", "--num-samples", "2", "--temperature", "2", *STOPS]
     found = {}
     for size in ("3", "5"):
         evaluate(tmp_path / size, gates, *options, "--batch-size", size)
@@ -146,7 +146,7 @@ def test_samples_repeat_in_any_batch_and_repetitive_texts_are_ended(
     assert len(found["3"]) == 2 * N
     assert found["3"] == found["5"]
     texts = {row["text"] for row in found["3"]}
-    assert len(texts) > 1.5 * N, "samples are draws of their own"
+    assert len(texts) > N, "samples are draws of their own"
     ended = [row for row in found["3"] if row["finish_reason"] == "repetition"]
     assert 0 < len(ended) < 2 * N
 
