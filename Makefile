@@ -30,7 +30,7 @@ help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
 	@echo "make smol   the same on the built-in language model (SmolLM2-135M) -> results/smol/"
 	@echo "make study  every analysis on the built-in model, with seeds and ablations -> results/study/ (MODEL=smol: on that)"
-	@echo "make llm    the same as demo on Qwen2.5-Coder-1.5B, MATH and GSM8K, through vLLM (12 GiB, about 90 minutes) -> results/llm/"
+	@echo "make llm    the same as demo on Qwen2.5-Coder-1.5B, MATH and GSM8K, through vLLM (12 GiB) -> results/llm/"
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-slow  kills, faults, several processes and load: before each release"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB); test-vllm-slow: kills, load, processes"

@@ -52,7 +52,11 @@ case "$1" in
 data_prep/fetch*) files=/config.json ;;
 data_prep/filter*) files=/report.md ;;
 train/*) files="/gates.pt /gates.safetensors /heat_map.png /training_curves.png" ;;
-inference/eval*) files="/report.html /report.md" ;;
+inference/eval*) files="/report.html /report.md"
+    for method in ${*##*--methods }; do
+        files="$files /gsm8k/$method/rows-0-of-1.jsonl"
+        mkdir -p $out/gsm8k/$method
+    done ;;
 inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png"
     files="$files /measured.json" ;;
 *) echo x > $out; exit ;;
@@ -230,11 +234,12 @@ def test_the_capable_model_goes_from_stage_to_stage(
 ) -> None:
     out, calls = tmp_path / "llm", tmp_path / "calls"
     given = ["MODEL=qwen_coder", "LLM_DATA=my/data", "LLM_GGUF=my.gguf", "-j4"]
-    assert make("llm", out, *given, **{**stub, "BROKEN": "evaluation"}).returncode == 2
+    assert make("llm", out, *given, **{**stub, "BROKEN": "traces@0.6"}).returncode == 2
     done = make("llm", out, *given, **stub)
     assert (done.returncode, done.stderr) == (0, "")
     first = ["fetch_llm", "filter_deepscaler", "distill_gates", "grpo_gates"]
-    assert programs(calls) == [*first, "evaluate", "evaluate", "evaluate"]
+    # two methods, one that fails, it again with the other three, all of them, and policies
+    assert programs(calls) == [*first, *["evaluate"] * (2 + 1 + 4 + 1 + 1)]
     lines = [shlex.split(line)[1:] for line in calls.read_text().splitlines()]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rlkv.data.filter.find_spec", str)
