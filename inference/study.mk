@@ -46,7 +46,7 @@ TRACES := $(call size,32,4)
 LLM := $(OUT)/Qwen2.5-Coder-1.5B-Instruct
 NAMED := --model $(LLM)
 DRAWN := --limit $(FILTERED) $(NAMED) $(LLM_DATA:%=--input %/deepscaler_math.jsonl)
-# one model takes up to 11 GB
+# memory for one stage at a time
 .NOTPARALLEL:
 else
 SEEDS := $(call first,2)
@@ -192,7 +192,8 @@ EVALUATE = inference/evaluate.py --config configs/eval_$(MODEL).yaml $(NAMED) --
 	--gates traces=$(BY_TRACES) attention=$(BY_ATTENTION)
 HEADS := full traces@0.4 traces@0.6 attention@0.4 attention@0.6 random-heads@0.4
 ROWS := $(HEADS:%=$(OUT)/evaluation/gsm8k/%/rows-0-of-1.jsonl)
-# the plugin does not protect prompts from policies; all rows hold about two thirds of the full cache's bytes
+# The plugin does not protect prompts from policies. Computed for a prompt of 104 and a text of 260 tokens, policies hold
+# 0.67 of the full cache's bytes, heads at 0.4 0.69, both together 0.82.
 POLICIES := full traces@0.4+rkv@64:buffer=16:protect_prompt=true rkv@112:buffer=16:protect_prompt=true \
 	snapkv@112:buffer=16:protect_prompt=true
 
