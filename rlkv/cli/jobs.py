@@ -41,6 +41,7 @@ EVAL = """Evaluate methods on benchmarks: every text in a file, tables with inte
     rlkv-eval --preset modern --config eval_llama8b --output-dir results/llama8b_modern
     rlkv-eval --config eval_llama8b --gates rlkv=a.tsv duo=b.tsv --output-dir FOLDER \\
         --methods full rlkv@0.4 duo@0.4 random-heads@0.4 rkv@ratio=0.6 rlkv@0.4+rkv@256
+    rlkv-eval --engine vllm --gates rlkv=a.tsv --methods full rlkv@0.4 --output-dir FOLDER
     accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b \\
         --output-dir FOLDER
 

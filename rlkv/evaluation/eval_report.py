@@ -444,6 +444,11 @@ def _settings(config: dict[str, Any]) -> Iterable[str]:
     stopped = "such texts are ended there" if config["stop_repetitive"] else "such texts continue"
     yield f"Repetitive: {window} tokens hold fewer than {distinct} distinct ones; {stopped}."
     yield f"{config['processes']} process{'es' if config['processes'] > 1 else ''}."
+    if config["engine"] == "vllm":
+        yield (
+            "Decoded by vLLM. KV counts the entries in use at the end of each text; the engine "
+            "holds them in whole blocks, which is more."
+        )
     if "sandbox" in config:
         yield f"Programs were shut in by {config['sandbox']}."
 

@@ -14,12 +14,14 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from rlkv.cache import CacheSettings
+from rlkv.evaluation.decoders import TransformersModel, VLLMModel, check_served
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
 from rlkv.evaluation.sandbox import isolation
@@ -30,9 +32,12 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
+from rlkv.models.loading import load_config
 from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
+from rlkv.vllm.plugin import check_vllm_options
+from rlkv.vllm.settings import TEMPERATURES
 
 FULL = "full"
 RANDOM_HEADS = "random-heads"
@@ -274,6 +279,12 @@ class EvalConfig(SamplingOptions, TaskOptions):
 
     output_dir: Path
     """takes TASK/METHOD/rows-*.jsonl, results.json, report.html and report.md"""
+    engine: Literal["hf", "vllm"] = "hf"
+    """what decodes: transformers (hf), or vLLM for many texts at once; texts at float32 and greedy
+    decoding are the same
+    """
+    kv_gib: float | None = None
+    """vllm: memory of its KV cache in GiB; default: what the GPU has left, without one 4"""
     methods: tuple[str, ...] = (FULL,)
     """such as full rlkv@0.5 rkv@ratio=0.5"""
     gates: tuple[str, ...] = ()
@@ -293,6 +304,17 @@ class EvalConfig(SamplingOptions, TaskOptions):
         """Raise ``ValueError`` for values that no evaluation can have."""
         super().check()
         number_for("", self.num_samples, "--num-samples")
+        check_vllm_options(self.engine, self.device, self.kv_gib)
+
+    def load_for(self, device: str) -> TransformersModel | VLLMModel:
+        """Load the model for the engine; transformers takes it to ``device``."""
+        if self.engine == "vllm":
+            return VLLMModel(self.model, self.dtype, self.batch_size, self.kv_gib)
+        return TransformersModel(*replace(self, device=device).load(), self.batch_size)
+
+    def rows_folder(self, task: str, method: CompressionMethod) -> Path:
+        """Return where the rows of a method on a task are."""
+        return self.output_dir / task.replace(":", "_") / method.name
 
     def samples_of(self, task: EvalTask) -> int:
         """Return the samples of each problem of ``task``."""
@@ -314,6 +336,32 @@ class Evaluation:
     config: dict[str, Any]
 
 
+def check_vllm(
+    config: EvalConfig,
+    methods: list[CompressionMethod],
+    gates: dict[str, HeadGates],
+    cache: CacheSettings,
+) -> None:
+    """Raise ``ValueError`` for what vLLM does not decode, before anything is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "--engine vllm evaluates in one process: start it without torchrun or accelerate "
+            "launch, or take --engine hf, which shares the texts"
+        )
+    least, most = TEMPERATURES
+    if config.temperature > 0 and not least <= config.temperature <= most:
+        raise ValueError(
+            f"--engine vllm draws at temperatures from {least} to {most:g}, not "
+            f"{config.temperature}: take --engine hf"
+        )
+    of_model = load_config(config.model)
+    served = {}
+    for method in methods:
+        allocation = method.allocation(of_model, gates, config.seed)
+        served[method.name] = (allocation, cache.with_policy(method.policy))
+    check_served(of_model, served)
+
+
 def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet.
 
@@ -329,6 +377,8 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
             f"{', '.join(config.methods)}"
         )
     cache = config.cache_settings(rankings)
+    if config.engine == "vllm":
+        check_vllm(config, methods, rankings, cache)
     template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
     processes = join_processes(config.device)  # before the model, which takes long to load
@@ -344,33 +394,35 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
             ranks=processes.count,
             stop_repetitive=config.stop_repetitive,
         )
-    model, tokenizer = replace(config, device=processes.device).load()
+    model = config.load_for(processes.device)
     allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
-    folders = {}
-    for task, found in loaded:
-        problems = render_problems(task, found, tokenizer)
-        for method, allocation in zip(methods, allocations, strict=True):
-            folder = config.output_dir / task.name.replace(":", "_") / method.name
-            folders[task.name, method.name] = folder
-            title = f"{task.name} {method.name}"
-            if processes.count > 1:
-                title += f" (process 0 of {processes.count})"
-            with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
-                run_method(
-                    model,
-                    tokenizer,
-                    problems,
-                    allocation,
-                    replace(settings[task.name], cache=cache.with_policy(method.policy)),
-                    shard_file(folder, ROWS, processes.rank, processes.count),
-                    partial(_show, bar),
-                )
+    rendered = {task.name: render_problems(task, found, model.tokenizer) for task, found in loaded}
+    longest = 0  # tokens of a text, with its prompt
+    for name, problems in rendered.items():
+        prompt = max(len(problem.prompt_ids) for problem in problems)
+        longest = max(longest, prompt + settings[name].sampling.max_new_tokens)
+    for method, allocation in zip(methods, allocations, strict=True):
+        own_cache = cache.with_policy(method.policy)
+        with model.decoder(allocation, own_cache, longest) as decoder:
+            for name, problems in rendered.items():
+                title = f"{name} {method.name}"
+                if processes.count > 1:
+                    title += f" (process 0 of {processes.count})"
+                folder = config.rows_folder(name, method)
+                with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
+                    run_method(
+                        decoder,
+                        problems,
+                        replace(settings[name], cache=own_cache),
+                        shard_file(folder, ROWS, processes.rank, processes.count),
+                        partial(_show, bar),
+                    )
     processes.wait_for_all()
     if processes.rank > 0:
         return None
     rows = {}
     for (task, found), method in product(loaded, methods):
-        shards = iter_shards(folders[task.name, method.name], ROWS, KEY)
+        shards = iter_shards(config.rows_folder(task.name, method), ROWS, KEY)
         written = {(row["key"], row["sample"]): row for row in shards}
         units = product(found, range(settings[task.name].num_samples))
         rows[task.name, method.name] = [written[problem.id, sample] for problem, sample in units]
@@ -379,7 +431,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         "sink": cache.sink,
         "template": template,
         "window": cache.window,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.dtype,
         "max_new_tokens": {task: own.sampling.max_new_tokens for task, own in settings.items()},
         "num_samples": {task: own.num_samples for task, own in settings.items()},
         "processes": processes.count,

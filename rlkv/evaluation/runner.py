@@ -11,14 +11,14 @@ import functools
 import importlib.metadata
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
@@ -127,11 +126,38 @@ def _grade(task: EvalTask, problem: EvalProblem, opened: str, text: str) -> bool
     return task.grade(opened + text, problem)
 
 
+class Decoder(Protocol):
+    """An engine that decodes a method (:mod:`rlkv.evaluation.decoders`).
+
+    Attributes:
+        allocation: which heads are full.
+        size: of an entry of a KV head.
+        facts: what texts depend on in addition to :class:`RunSettings` and the prompts.
+    """
+
+    allocation: HeadAllocation
+    size: EntrySize
+    facts: dict[str, Any]
+
+    def stream(
+        self,
+        prompts: list[str],
+        numbers: list[int],
+        settings: RunSettings,
+        planned: list[int] | None,
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """Yield ``(index into prompts, completion)`` as texts end.
+
+        Args:
+            numbers: of the rows, which with the seed fix their draws.
+            planned: for each prompt the length of a text (:class:`RunSettings`).
+        """
+        ...
+
+
 def run_method(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    decoder: Decoder,
     problems: list[Problem],
-    allocation: HeadAllocation,
     settings: RunSettings,
     rows_file: Path,
     on_rows: Callable[[int, int, float], None],
@@ -139,6 +165,7 @@ def run_method(
     """Decode and grade what ``rows_file``, and other shards next to it, do not hold yet.
 
     Args:
+        decoder: under the method's allocation, with compressible heads as ``settings.cache`` says.
         on_rows: called with units done, units in all, and the accuracy so far, of this process; on
             another thread.
 
@@ -152,13 +179,11 @@ def run_method(
         ValueError: if one of the files was written with other settings; the differences are named.
         StoreInUseError: if another process is writing ``rows_file``.
     """
-    cache = settings.cache
-    engine = InferenceEngine(model, tokenizer, allocation, cache, settings.batch_size)
-    size = EntrySize.of(model)
     units = list(product(range(len(problems)), range(settings.num_samples)))
     units = units[settings.rank :: settings.ranks]
     keys = [(problems[place].key, sample) for place, sample in units]
-    compared = fingerprint(engine, problems, settings)
+    compared = fingerprint(decoder, problems, settings)
+    full = decoder.allocation.full
     done: dict[tuple[str, int], Row] = {}
     wanted = set(keys)
     for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
@@ -177,7 +202,7 @@ def run_method(
                 "key": problems[place].key,
                 "sample": sample,
                 "correct": problems[place].grade(completion.text),
-                **measured(completion, problems, place, settings, allocation.full, size),
+                **measured(completion, problems, place, settings, full, decoder.size),
             }
             store.append(row)
             done[row["key"], sample] = row
@@ -185,13 +210,14 @@ def run_method(
             on_rows(len(done), len(units), right / len(done))
 
         missing = [unit for unit, key in zip(units, keys, strict=True) if key not in done]
-        stream = engine.stream(
+        planned = None
+        if settings.planned is not None:
+            planned = [settings.planned[place] for place, _ in missing]
+        stream = decoder.stream(
             [problems[place].prompt for place, _ in missing],
-            settings.sampling,
             [place * settings.num_samples + sample for place, sample in missing],
-            settings.rule if settings.stop_repetitive else None,
-            full=bool(allocation.full.all()),
-            planned=settings.planned and [settings.planned[place] for place, _ in missing],
+            settings,
+            planned,
         )
         with closing(stream):
             jobs = (partial(grade_and_write, *missing[i], text) for i, text in stream)
@@ -246,9 +272,7 @@ def measured(
     }
 
 
-def fingerprint(
-    engine: InferenceEngine, problems: list[Problem], settings: RunSettings
-) -> dict[str, Any]:
+def fingerprint(decoder: Decoder, problems: list[Problem], settings: RunSettings) -> dict[str, Any]:
     """Return all that rows depend on."""
     compared = asdict(settings)
     for name in ("rank", "ranks", "batch_size"):
@@ -257,11 +281,10 @@ def fingerprint(
     compared["cache"]["eviction"] = None if policy is None else policy.describe()
     described = [[problem.key, problem.prompt, problem.reference] for problem in problems]
     return compared | {
-        "full_heads": engine.allocation.full.int().flatten().tolist(),
+        "full_heads": decoder.allocation.full.int().flatten().tolist(),
         "problems": digest_of(described),
         "prompt_tokens": digest_of([problem.prompt_ids for problem in problems]),
-        "end_tokens": engine.eos_ids,
-        "model_state": model_facts(engine.model),
+        **decoder.facts,
         "libraries": library_facts(),
     }
 

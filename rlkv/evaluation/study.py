@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import EntrySize
+from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.eval_report import published_name
 from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.measurements import (
@@ -307,11 +308,12 @@ class Study:
 
         sizes = {} if condition.sizes is None else condition.sizes._asdict()
         cache = replace(self.cache, **sizes).with_policy(condition.policy)
+        decoder = TransformersDecoder(
+            self.model, self.tokenizer, condition.allocation, cache, self.config.batch_size
+        )
         rows = run_method(
-            self.model,
-            self.tokenizer,
+            decoder,
             self._share_of(condition),
-            condition.allocation,
             replace(self.settings[task], cache=cache, planned=condition.planned),
             self.config.output_dir / "rows" / f"rows-{condition.key}.jsonl",
             on_rows,

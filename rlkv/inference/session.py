@@ -14,7 +14,7 @@ from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
-from rlkv.models.loading import load_model, load_tokenizer
+from rlkv.models.loading import load_config, load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
@@ -263,7 +263,7 @@ class InferSession:
         trained_with = None if gates is None else gates.training.get("template")
         template = choose_template(config.template, trained_with, model=model)
         if config.backend == "vllm":
-            from rlkv.vllm.engine import ServingEngine, load_config
+            from rlkv.vllm.engine import ServingEngine
             from rlkv.vllm.settings import ServingSettings
 
             assert allocation is not None, "checked with the options"

@@ -16,7 +16,7 @@ from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mallopt(3) of glibc
@@ -94,6 +94,20 @@ def model_source(model: str) -> str:
         return str(built_in_folder(model))
     file = find_gguf(model)
     return model if file is None else str(gguf_folder(file))
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """Load the config of ``model``; otherwise as :func:`load_tokenizer`."""
+    from transformers import AutoConfig
+
+    hub_error = _hub_error(model)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model_source(model), local_files_only=hub_error is not None
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(_cannot_load(model, error, hub_error)) from error
+    return config
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

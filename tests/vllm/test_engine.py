@@ -16,17 +16,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlkv.attention import LocalSizes
-from rlkv.rollout.base import Rows, Sample, SamplingParams, gate_version
+from rlkv.rollout.base import Rows, Sample, SamplingParams, end_tokens, gate_version
 from tests.helpers.engines import Engines, watch_preemptions
 from tests.helpers.mixed_reference import local_mask
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("vllm")
 
-from rlkv.vllm.engine import VLLMEngine, _mixed_options, row_seed
+from rlkv.vllm.engine import VLLMEngine, _generation_config, _mixed_options, row_seed
 from tests.helpers.vllm_models import (
     ENDS,
     KV_HEADS,
@@ -250,6 +256,23 @@ def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     with pytest.raises(ValueError, match="keeps the rlkv plugin out"):
         _mixed_options(str(tmp_path), SIZES)
+
+
+def test_end_tokens_of_a_folder_without_a_generation_config(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=[7, 9],
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert end_tokens(_generation_config(str(tmp_path)), None) == [7, 9]
+    assert end_tokens(loaded.generation_config, None) == [7, 9]
 
 
 @pytest.mark.slow
