@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rlkv.utils.devices import cpu_has_any
+from rlkv.utils.devices import available_memory, cpu_has_any
 from rlkv.utils.runtime import shadow
 
 ROWS = 16  # that the layout is chosen for; it serves any number
@@ -27,12 +27,16 @@ def packed_products(model: nn.Module) -> Iterator[None]:
     """Multiply by packed weights inside, where that is faster; results are the same.
 
     A weight is packed once, and again when it has changed.  That takes about 5 s and 3 GB for a
-    model of 1.5B parameters; the weights as they were stay for everything else.
+    model of 1.5B parameters; the weights as they were stay for everything else.  Nothing is packed
+    if that would take more than half of the free memory.
     """
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _gains(layer)]
+    needed = sum(layer.weight.nbytes for layer in layers if layer not in _PACKED)
+    if needed > available_memory() / 2:
+        layers = []
     with ExitStack() as undo:
-        for layer in model.modules():
-            if type(layer) is nn.Linear and _gains(layer):
-                shadow(layer, "forward", _packed_forward(layer), undo)
+        for layer in layers:
+            shadow(layer, "forward", _packed_forward(layer), undo)
         yield
 
 

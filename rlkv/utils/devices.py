@@ -1,7 +1,8 @@
-"""Kernels that torch's attention chooses from, instructions of the CPU, copies that do not wait."""
+"""Kernels that torch's attention chooses from, the CPU and its memory, copies that do not wait."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ def cpu_has_any(*names: str) -> bool:
     """Return whether the CPU has any of these, by torch's names; False before torch 2.11."""
     known: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in names)
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that new allocations can take; 0 where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * sum(kib)
 
 
 def leave_cudnn_out(device: torch.device) -> None:

@@ -50,6 +50,15 @@ def test_a_changed_weight_is_packed_again() -> None:
     assert not torch.equal(after, before)
 
 
+def test_nothing_is_packed_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(64, 32, dtype=torch.bfloat16)
+    bytes_of_weight = 2 * 64 * 32
+    for available, packs in ((2 * bytes_of_weight - 1, False), (2 * bytes_of_weight, True)):
+        monkeypatch.setattr("rlkv.models.products.available_memory", lambda free=available: free)
+        with packed_products(layer):
+            assert ("forward" in vars(layer)) == packs
+
+
 def test_texts_are_those_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny.load()
     engine = HFEngine(model.bfloat16(), tokenizer, batch_size=3)
