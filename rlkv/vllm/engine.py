@@ -132,7 +132,11 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """Give the engine's memory back; it cannot be used afterwards."""
-        self.llm.llm_engine.engine_core.shutdown()
+        engine = self.llm.llm_engine
+        parallel = engine.vllm_config.parallel_config
+        if parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+            engine.collective_rpc(_empty_model)
+        engine.engine_core.shutdown()
 
     def gates(self) -> Tensor:
         """The gates that the engine's layers read, float32 ``[num_layers, num_kv_heads]``."""
@@ -275,6 +279,17 @@ def _generation_config(model: str) -> Any:
 def _positions(model: str, asked: int | None) -> int | None:
     limit = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
     return asked if asked is None or limit is None else min(asked, limit)
+
+
+def _empty_model(worker: Any) -> None:
+    """Drop what a model in this process holds: compiled code keeps the model itself alive."""
+    model = worker.model_runner.get_model()
+    for module in model.modules():
+        if hasattr(module, "kv_cache"):
+            module.kv_cache = torch.tensor([])
+        vars(module).pop("cpu_linear", None)  # holds packed weights
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.new_empty(0)
 
 
 def _device_options() -> dict[str, Any]:
