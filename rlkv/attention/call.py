@@ -266,7 +266,9 @@ def mixed_mask(
         return stock_mask()
     padding = kwargs.get("attention_mask")
     has_mask = padding is not None and padding.shape[-1] == kv_length
-    is_recorded = isinstance(q_offset, Tensor) and q_length == 1 and has_mask
+    # that of a static cache has no dimension, and counts the token before attention reads it
+    is_place = isinstance(q_offset, Tensor) and q_offset.ndim == 1
+    is_recorded = is_place and q_length == 1 and has_mask
     ends_there = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_length
     if kwargs.get("kv_offset") or not (is_recorded or ends_there):
         raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
@@ -199,6 +200,7 @@ class VLLMDecoder:
             self._engine.close()
             self._engine = None
             gc.collect()
+            torch.cuda.empty_cache()  # else the next engine does not see it as free
 
     def _open(self) -> VLLMEngine:
         """Load the stock engine if all heads are full, else one with the plugin."""

@@ -191,16 +191,19 @@ class Decoding:
         while waiting:
             joins = getattr(self.new_cache(1, [waiting[0].index]), "can_join", False)
             batch = admit(self.max_rows, READ_TOGETHER if joins else self.max_rows)
-            while batch.rows:
-                yield from batch.step()
-                if batch.num_running <= batch.leave_at(bool(waiting)) * len(batch.rows):
-                    batch.leave()
-                while joins and waiting and batch.rows and len(batch.rows) < self.max_rows:
-                    joining = admit(self.max_rows - len(batch.rows), READ_TOGETHER)
-                    yield from joining.step()
-                    joining.leave()
-                    batch.join(joining)
-                    del joining  # the cache of its prompts
+            try:
+                while batch.rows:
+                    yield from batch.step()
+                    if batch.num_running <= batch.leave_at(bool(waiting)) * len(batch.rows):
+                        batch.leave()
+                    while joins and waiting and batch.rows and len(batch.rows) < self.max_rows:
+                        joining = admit(self.max_rows - len(batch.rows), READ_TOGETHER)
+                        yield from joining.step()
+                        joining.leave()
+                        batch.join(joining)
+                        del joining  # the cache of its prompts
+            finally:  # where the caller stops early, its cache still holds what was decoded
+                batch.forget_graph()
 
 
 class _Batch:
@@ -305,8 +308,8 @@ class _Batch:
             self.graphed.settle()
             self.graphed = None
 
-    def _forget_graph(self) -> None:
-        """Before the cache's rows change."""
+    def forget_graph(self) -> None:
+        """Drop the graph before the cache's rows change, or others use the cache."""
         self._drop_graph()
         self.steps = 0
 
@@ -349,7 +352,7 @@ class _Batch:
         if self.num_running == len(self.rows):
             return
         started = time.perf_counter()
-        self._forget_graph()
+        self.forget_graph()
         if self.decoding.before_change is not None:
             self.decoding.before_change(self.cache)
         self.rows = [row for row in self.rows if row.finish_reason is None]
@@ -366,7 +369,7 @@ class _Batch:
         if not other.rows:
             return
         started = time.perf_counter()
-        self._forget_graph()
+        self.forget_graph()
         columns = max(batch.columns - int(batch.padding_R.min()) for batch in (self, other))
         self.cache.join(other.cache, columns)
         padding = [batch.padding_R + columns - batch.columns for batch in (self, other)]

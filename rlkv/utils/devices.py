@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CGROUP = Path("/sys/fs/cgroup")  # of a container: its own, in version 2
+
 
 def cpu_has_any(*names: str) -> bool:
     """Return whether the CPU has any of these, by torch's names; False before torch 2.11."""
@@ -16,13 +18,24 @@ def cpu_has_any(*names: str) -> bool:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that new allocations can take; 0 where Linux does not say."""
+    """Return the bytes of host memory that new allocations can take; 0 where Linux does not say.
+
+    In a container no more than its limit leaves.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
     kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * sum(kib)
+    free = 1024 * sum(kib)
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    # files that were read count as used, but give way
+    return min(free, max(0, limit - used + int(stat["inactive_file"])))
 
 
 def leave_cudnn_out(device: torch.device) -> None:

@@ -91,11 +91,13 @@ def test_masks_with_holes_or_without_the_cache(padding: Tensor, message: str) ->
         call.rows(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("padding", [None, torch.ones(1, 32, dtype=torch.bool)])
 @pytest.mark.parametrize("offset", [0, torch.tensor(0)])
-def test_a_static_cache(offset: int | Tensor) -> None:
-    rest = {"batch_size": 1, "mask_function": causal_mask_function}
+@pytest.mark.parametrize("queries", [4, 1])
+def test_a_static_cache(queries: int, offset: int | Tensor, padding: Tensor | None) -> None:
+    rest: dict[str, Any] = {"batch_size": 1, "mask_function": causal_mask_function}
     with pytest.raises(ValueError, match="static"):
-        mixed_mask(q_length=4, kv_length=32, q_offset=offset, **rest)
+        mixed_mask(q_length=queries, kv_length=32, q_offset=offset, attention_mask=padding, **rest)
 
 
 def test_what_models_must_not_look_into_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,23 @@ def test_a_model_that_the_plugin_does_not_serve_has_the_full_cache_alone(
     half = HeadAllocation.random(2, 4, 0.5, seed=0)
     with pytest.raises(ValueError, match=r"'half'.*serves LlamaFor.*, not OlmoForCausalLM.*hf"):
         check_served(config, {"full": (full, CacheSettings()), "half": (half, CacheSettings())})
+
+
+def test_memory_of_an_engine_is_free_before_the_next_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the next one takes is reckoned from what the GPU has free."""
+
+    class Engine:
+        def close(self) -> None:
+            self.cycle = self
+
+    decoder = decoders.VLLMDecoder.__new__(decoders.VLLMDecoder)
+    engine: Any = Engine()
+    decoder._engine = engine
+    alive = weakref.ref(engine)
+    del engine
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(alive() is None))
+    decoder.close()
+    assert freed == [True]

@@ -8,10 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from rlkv.attention.mixed import fast_decoding
+from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.base import Sample
+from rlkv.rollout.hf import HFEngine
 from rlkv.utils.runtime import GRAPH
 from tests.helpers.child import printed
-from tests.helpers.graphed import WAYS, NoWait, Standin, recorded, sample_gated, sample_plain
+from tests.helpers.graphed import (
+    SAMPLED,
+    WAYS,
+    NoWait,
+    Standin,
+    recorded,
+    sample_gated,
+    sample_plain,
+)
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +67,28 @@ def test_full_caches_give_the_same_texts(sample: Callable[[str], Any]) -> None:
         assert own.token_ids == other.token_ids
         if isinstance(own, Sample):
             assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_a_caller_that_stops_early_finds_its_cache_as_it_is() -> None:
+    """A graph counts its tokens on the device: the cache is told of them when the loop ends."""
+    model = make_tiny_model("llama", num_hidden_layers=2, vocab_size=340)
+    engine = HFEngine(model, build_tokenizer())
+    engine.eos_ids = []
+    cache = full_cache(model.config, 64)
+    seen: list[int] = []
+
+    def stop(index: int, token: int) -> None:
+        seen.append(token)
+        if len(seen) == 12:
+            raise KeyboardInterrupt
+
+    standin = Standin()
+    decoding = engine._decoding(SAMPLED, lambda limit, rows: cache, on_token=stop)
+    with (
+        recorded(standin.record),
+        fast_decoding(model),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        list(decoding.run([[5, 6, 7, 8]]))
+    assert standin.replayed >= 5
+    assert cache.get_seq_length() == 4 + len(seen) - 1, "all but the last token"
