@@ -191,7 +191,6 @@ BY_ATTENTION := $(OUT)/runs/attention_0/gates.pt
 EVALUATE = inference/evaluate.py --config configs/eval_$(MODEL).yaml $(NAMED) --limit $(HELD_OUT) $(LLM_DATA:%=--data %) \
 	--gates traces=$(BY_TRACES) attention=$(BY_ATTENTION)
 HEADS := full traces@0.4 traces@0.6 attention@0.4 attention@0.6 random-heads@0.4
-ROWS := $(HEADS:%=$(OUT)/evaluation/gsm8k/%/rows-0-of-1.jsonl)
 # The plugin does not protect prompts from policies. Computed for a prompt of 104 and a text of 260 tokens, policies hold
 # 0.67 of the full cache's bytes, heads at 0.4 0.69, both together 0.82.
 POLICIES := full traces@0.4+rkv@64:buffer=16:protect_prompt=true rkv@112:buffer=16:protect_prompt=true \
@@ -207,11 +206,7 @@ $(CURRICULUM): | $(LLM)/config.json
 $(OUT)/runs/attention_%/gates.pt: $(CURRICULUM)
 	$(call run,train/grpo_gates.py --finder attention --dtype fast --sink 16 --window 64 --elimination-traces $(TRACES) \
 		$(FROM_CURRICULUM))
-# a process for each method, because a vLLM engine that is closed leaves memory behind; the last one adds what a
-# method that was stopped lacks, and writes the report of all
-$(ROWS): $(OUT)/evaluation/gsm8k/%/rows-0-of-1.jsonl: $(BY_TRACES) $(BY_ATTENTION)
-	$(call run,$(EVALUATE) --output-dir $(OUT)/evaluation --methods $*)
-$(OUT)/evaluation/report.html: $(ROWS)
+$(OUT)/evaluation/report.html: $(BY_TRACES) $(BY_ATTENTION)
 	$(call run,$(EVALUATE) --output-dir $(@D) --methods $(HEADS))
 $(OUT)/eviction/report.html: $(BY_TRACES) $(BY_ATTENTION)
 	$(call run,$(EVALUATE) --engine hf --output-dir $(@D) --methods $(POLICIES))

@@ -238,8 +238,8 @@ def test_the_capable_model_goes_from_stage_to_stage(
     done = make("llm", out, *given, **stub)
     assert (done.returncode, done.stderr) == (0, "")
     first = ["fetch_llm", "filter_deepscaler", "distill_gates", "grpo_gates"]
-    # two methods, one that fails, it again with the other three, all of them, and policies
-    assert programs(calls) == [*first, *["evaluate"] * (2 + 1 + 4 + 1 + 1)]
+    # one that fails, the same again, and policies
+    assert programs(calls) == [*first, *["evaluate"] * 3]
     lines = [shlex.split(line)[1:] for line in calls.read_text().splitlines()]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rlkv.data.filter.find_spec", str)
