@@ -80,6 +80,9 @@ class Graph:
     def has_room(self) -> bool:
         return self.room > 0
 
+    def settle(self) -> None:
+        assert self.room == 0, "the cache is told its length when the room is used up"
+
     def __call__(self, token: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
         self.room -= 1
         return self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
