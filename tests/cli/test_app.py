@@ -134,7 +134,8 @@ def test_help_names_options_and_packaged_configs_that_fit(
         parse(FilterConfig, "Says what it does.", ["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for part in ("Says what it does.", "--output-dir", "packaged: filter_qwen_coder, filter_smol, filter_tiny)"):
+    packaged = "packaged: filter_qwen_coder, filter_smol, filter_tiny)"
+    for part in ("Says what it does.", "--output-dir", packaged):
         assert part in out
 
 
