@@ -20,7 +20,6 @@ from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.cache.reallocation import full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
-from rlkv.models.products import packed_products
 from rlkv.models.prompts import fill_template, render_prompt
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.rollout.decoding import StopRule
@@ -124,7 +123,7 @@ class InferenceEngine(HFEngine):
         """
         self.check_prompts([ids], sampling)
         stream = None if on_text is None else _TextStream(self.tokenizer, on_text)
-        with self._compressed(full), fast_decoding(self.model), packed_products(self.model):
+        with self._compressed(full), fast_decoding(self.model):
             limit = len(ids) + sampling.max_new_tokens
             used: Any = self._new_cache(limit, [0]) if cache is None else cache
             if isinstance(used, HeadReallocationCache):

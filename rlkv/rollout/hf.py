@@ -12,7 +12,6 @@ from rlkv.attention import LocalSizes
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import IMPLEMENTATION as COMPRESSED
 from rlkv.cache.reallocation import full_cache
-from rlkv.models.products import packed_products
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import (
     Completion,
@@ -75,7 +74,7 @@ class HFEngine(RolloutEngine):
         """
         encoded = self.tokenize(prompts)
         self.check_prompts(encoded, sampling)
-        with fast_decoding(self.model), packed_products(self.model):
+        with fast_decoding(self.model):
             decoding = self._decoding(
                 sampling, self._new_cache, stop=stop, before_change=before_change
             )

@@ -1,41 +1,17 @@
-"""Kernels that torch's attention chooses from, the CPU and its memory, copies that do not wait."""
+"""Kernels that torch's attention chooses from, instructions of the CPU, copies that do not wait."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-CGROUP = Path("/sys/fs/cgroup")  # of a container: its own, in version 2
 
 
 def cpu_has_any(*names: str) -> bool:
     """Return whether the CPU has any of these, by torch's names; False before torch 2.11."""
     known: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in names)
-
-
-def available_memory() -> int:
-    """Return the bytes of host memory that new allocations can take; 0 where Linux does not say.
-
-    In a container no more than its limit leaves.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    free = 1024 * sum(kib)
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free
-    # files that were read count as used, but give way
-    return min(free, max(0, limit - used + int(stat["inactive_file"])))
 
 
 def leave_cudnn_out(device: torch.device) -> None:
