@@ -1,0 +1,251 @@
+"""What must hold of every family: the checks of the matrix, against attention in plain torch.
+
+The reference knows nothing of the library: which layers have full attention comes from the table
+of :mod:`tests.helpers.families`, which tokens a head sees from explicit masks.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+import rlkv
+from rlkv import HeadAllocation, HeadGates
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
+from tests.helpers.families import FAMILIES, Family, make_family
+from tests.helpers.mixed_reference import full_mask, local_mask
+
+SINK = 1
+WINDOW = 3
+PADDING = 7  # of the second row
+LENGTH = 20
+NEW = 8
+# fp32 through a few layers, logits up to 10: two orders of summation, and no more
+TOLERANCE = 1e-4
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+GREEDY |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+
+_current: dict[str, Any] = {}
+
+
+def _reference_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend under the stock mask, in chosen heads under the local one too."""
+    group = query.shape[1] // key.shape[1]
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+    if mask.dtype != torch.bool:
+        mask = mask >= 0
+    mask = mask.expand(query.shape[0], query.shape[1], -1, -1)
+    full_H = _current["full"].get(getattr(module, "layer_idx", None))
+    if full_H is not None:
+        assert len(full_H) == key.shape[1], f"the table has {len(full_H)} heads"
+        local = _current["local"][:, None] | full_H.repeat_interleave(group)[None, :, None, None]
+        mask = mask & local
+    key = key.repeat_interleave(group, dim=1)
+    value = value.repeat_interleave(group, dim=1)
+    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -1e30)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def _always_a_mask(**call: Any) -> Tensor | None:
+    return sdpa_mask(**call | {"allow_is_causal_skip": False})
+
+
+AttentionInterface.register("rlkv_plain_reference", _reference_attention)
+AttentionMaskInterface.register("rlkv_plain_reference", _always_a_mask)
+
+
+@torch.no_grad()
+def reference_logits(
+    model: PreTrainedModel, ids: Tensor, real: Tensor, full: Mapping[int, Tensor]
+) -> Tensor:
+    """Return logits in which the heads that are False in ``full[layer]`` see S + W tokens.
+
+    Layers that ``full`` does not name are left as they are.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("rlkv_plain_reference")
+    # padding queries see themselves, so that their softmax is defined
+    local = local_mask(real, SINK, WINDOW) | torch.eye(ids.shape[1], dtype=torch.bool)
+    _current.update(full=full, local=local)
+    try:
+        return _logits(model, ids, real)
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+    if bool(real.all()):
+        return model(input_ids=ids).logits
+    positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=real.long(), position_ids=positions).logits
+
+
+class Case:
+    """One family: its model, a text with a padded row, and the stock model's logits."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.line = FAMILIES.get(family, Family())
+        self.model = make_family(family)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, 64, (2, LENGTH), generator=generator)
+        self.real = torch.ones(2, LENGTH, dtype=torch.bool)
+        self.whole = self.real.clone()
+        self.real[1, :PADDING] = False
+        self.stock = _logits(self.model, self.ids, self.whole)
+
+    def gated(self, value: float | str = 1.0) -> Any:
+        config = HeadGateConfig(sink=SINK, window=WINDOW)
+        gated = peft.get_peft_model(copy.deepcopy(self.model), config).eval()
+        generator = torch.Generator().manual_seed(7)
+        for _, gate in gate_parameters(gated):
+            drawn = torch.rand(gate.shape, generator=generator)
+            gate.data.copy_(drawn if value == "random" else torch.full_like(drawn, value))
+        return gated
+
+    def heads(self, gated: Any) -> dict[int, int]:
+        return {layer: len(gate) for layer, gate in gate_parameters(gated)}
+
+    def check_layers(self, gated: Any) -> None:
+        """Compare the layers that carry gates with the table."""
+        found = [layer for layer, _ in gate_parameters(gated)]
+        kinds = self.line.kinds or "f" * (max(found) + 1)
+        expected = [layer for layer, kind in enumerate(kinds) if kind in "fh"]
+        assert found == expected, f"gates on layers {found}, expected {expected}"
+
+
+def close(found: Tensor, expected: Tensor, what: str) -> None:
+    """Raise AssertionError where two sets of logits differ by more than the tolerance."""
+    difference = (found - expected).abs().max().item()
+    assert difference <= TOLERANCE, f"{what} differ by {difference:.2g}"
+
+
+def gates_at_one(case: Case) -> None:
+    gated = case.gated(1.0)
+    case.check_layers(gated)
+    close(_logits(gated, case.ids, case.whole), case.stock, "logits")
+
+
+def gates_at_zero(case: Case) -> None:
+    gated = case.gated(0.0)
+    none_full = {layer: torch.zeros(n) > 0 for layer, n in case.heads(gated).items()}
+    expected = reference_logits(case.model, case.ids, case.whole, none_full)
+    close(_logits(gated, case.ids, case.whole), expected, "logits")
+    assert (expected - case.stock).abs().max() > TOLERANCE, "the mask hides nothing"
+
+
+def left_padding(case: Case) -> None:
+    alone = case.ids[1:, PADDING:]
+    stock = _logits(case.model, case.ids, case.real)[1:, PADDING:]
+    own = _logits(case.model, alone, torch.ones_like(alone) > 0)
+    if (stock - own).abs().max() > TOLERANCE:
+        raise NotImplementedError("the stock model's padded rows differ from single ones")
+    gated = case.gated("random")
+    found = _logits(gated, case.ids, case.real)[1:, PADDING:]
+    close(found, _logits(gated, alone, torch.ones_like(alone) > 0), "padded rows")
+
+
+def sparsity_zero(case: Case) -> None:
+    gates = _random_gates(case)
+    for mask in (case.whole, case.real):
+        inputs = {"input_ids": case.ids, "attention_mask": mask.long()}
+        expected = case.model.generate(**inputs, **GREEDY)
+        with rlkv.compress(case.model, gates, sparsity=0.0):
+            found = case.model.generate(**inputs, **GREEDY)
+        assert torch.equal(found.sequences, expected.sequences), "tokens differ"
+        close(torch.stack(found.logits), torch.stack(expected.logits), "logits")
+
+
+def _random_gates(case: Case) -> HeadGates:
+    """Return gates as our own adapter saves them."""
+    with tempfile.TemporaryDirectory() as folder:
+        case.gated("random").save_pretrained(folder, save_embedding_layers=False)
+        return HeadGates.load(folder)
+
+
+def reallocated(case: Case) -> None:
+    gates = _random_gates(case)
+    inputs = {"input_ids": case.ids, "attention_mask": case.real.long()}
+    sizes = {"sink": SINK, "window": WINDOW, "prefill": "local"}
+    with rlkv.compress(case.model, gates, sparsity=0.5, **sizes) as session:
+        out = case.model.generate(**inputs, **GREEDY)
+        full = session.allocation.full
+        cache = session.cache
+    heads = case.heads(case.gated())
+    chosen = {layer: full[layer, :number] for layer, number in heads.items()}
+    assert any(not bool(row.all()) for row in chosen.values()), "no head is compressed"
+    real = torch.cat([case.real, torch.ones(2, NEW) > 0], dim=1)
+    forced = reference_logits(case.model, out.sequences, real, chosen)
+    close(torch.stack(out.logits, 1), forced[:, LENGTH - 1 : -1], "logits")
+    assert cache is not None
+    assert cache.used_nbytes() < cache.full_nbytes(), "nothing is saved"
+
+
+def saved_and_loaded(case: Case) -> None:
+    gated = case.gated("random")
+    before = dict(gate_parameters(gated))
+    expected = _logits(gated, case.ids, case.whole)
+    with tempfile.TemporaryDirectory() as name:
+        gated.save_pretrained(name, save_embedding_layers=False)
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(case.model), name).eval()
+        close(_logits(again, case.ids, case.whole), expected, "logits of the adapter")
+        gates = HeadGates.load(name)
+        gates.check_model(case.model.config)
+        for suffix in ("gates.pt", "gates.safetensors", "folder/"):
+            gates.save(Path(name) / suffix if suffix != "folder/" else f"{name}/{suffix}")
+            loaded = HeadGates.load(Path(name) / suffix)
+            assert loaded == gates, f"{suffix} gives other gates"
+            loaded.check_model(case.model.config)
+    for layer, gate in before.items():
+        row = gates.alpha[layer, : len(gate)]
+        assert torch.equal(row, gate.detach()), f"layer {layer} has other gates"
+
+
+CHECKS = {
+    "gates 1": gates_at_one,
+    "gates 0": gates_at_zero,
+    "padding": left_padding,
+    "saved": saved_and_loaded,
+    "sparsity 0": sparsity_zero,
+    "reallocated": reallocated,
+}
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Check that a refusal leaves the model as it was."""
+    before = model.config._attn_implementation
+    names = [name for name, _ in model.named_parameters()]
+    yield
+    assert model.config._attn_implementation == before
+    assert [name for name, _ in model.named_parameters()] == names
