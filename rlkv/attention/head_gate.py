@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rlkv.attention import IMPLEMENTATION, Gate
 from rlkv.attention.mixed import GATE
+from rlkv.models.layout import Layout
 from rlkv.models.loading import refuse_latent_attention, try_forward
 from rlkv.models.shape import ModelShape
 from rlkv.utils.devices import leave_cudnn_out
@@ -174,37 +175,29 @@ def _refuse_bypass(module: Any, args: Any) -> None:
         )
 
 
-def full_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(name, attention module)`` of every layer that sees the whole past.
+def full_attention_modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return ``(name, attention module)`` of every layer that can have gates, in order.
 
-    Layers with a sliding window or linear attention do not.
+    Raises:
+        ValueError: for layers of an unknown kind, and modules that serve several layers.
     """
-    for name, module in model.named_modules():
-        if not (hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")):
-            continue
-        layer_types = getattr(module.config, "layer_types", None)
-        if layer_types is not None:
-            is_full = layer_types[module.layer_idx] == "full_attention"
-        else:
-            window = getattr(module.config, "sliding_window", None)
-            slides = window and getattr(module.config, "use_sliding_window", True)
-            is_full = not slides and getattr(module, "sliding_window", None) is None
-        if is_full:
-            yield name, module
+    layout = Layout.from_config(model.config)
+    layout.check()
+    return layout.modules(model)
 
 
 def _why_no_gates(model: Any) -> str:
     """Say why :func:`full_attention_modules` finds none in ``model``."""
-    config = model.config.get_text_config()
-    name = config.model_type
+    layout = Layout.from_config(model.config)
     if not model._can_set_attn_implementation():
         return (
-            f"{name} computes attention in its own code, not through transformers' attention "
-            "interface"
+            f"{layout.model_type} computes attention in its own code, not through transformers' "
+            "attention interface"
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or []))
-    of_kinds = f", only layers of kind {', '.join(kinds)}" if kinds else ""
-    return f"{name} has no layer with full attention over grouped heads to put gates on{of_kinds}"
+    return (
+        f"{layout.model_type} has no layer with full attention over grouped heads to put gates on "
+        f"({layout.describe()})"
+    )
 
 
 class HeadGateModel(BaseTuner):
@@ -216,13 +209,18 @@ class HeadGateModel(BaseTuner):
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         refuse_latent_attention(self.model)
-        available = [name for name, _ in full_attention_modules(self.model)]
+        model = cast(Any, self.model)
+        layers = Layout.from_config(model.config).layers
+        self._heads = {}
+        for name, module in full_attention_modules(model):
+            self._heads[name] = layers[cast(Any, module).layer_idx].kv_heads
+        available = list(self._heads)
         if not available:
             raise ValueError(
                 f"{_why_no_gates(self.model)}: use a model with full attention and grouped heads, "
                 "such as Llama, Qwen3 or Gemma 3"
             )
-        shape = ModelShape.from_config(cast(Any, self.model).config)
+        shape = ModelShape.from_config(model.config)
         own = (shape.num_layers, shape.num_kv_heads)
         asked = (peft_config.num_layers or own[0], peft_config.num_kv_heads or own[1])
         if asked != own:
@@ -309,14 +307,13 @@ class HeadGateModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        if current_key not in dict(full_attention_modules(self.model)):
+        if current_key not in self._heads:
             raise ValueError(
                 f"{current_key} is not a layer with full attention: gates do not work there"
             )
         if not hasattr(target, GATE):
-            config = target.config
-            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            setattr(target, GATE, HeadGateLayer(heads, next(target.parameters()).device))
+            device = next(target.parameters()).device
+            setattr(target, GATE, HeadGateLayer(self._heads[current_key], device))
             target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
         getattr(target, GATE).add(adapter_name, peft_config)
 
@@ -362,32 +359,46 @@ def gate_parameters(model: nn.Module) -> list[tuple[int, nn.Parameter]]:
 def gates_matrix(model: nn.Module) -> Tensor:
     """Return the gates, float32 ``[num_layers, num_kv_heads]`` on the CPU.
 
-    Layers without gates (sliding-window layers of mixed models) read 1.0, as they are never
-    compressed.
+    Places without a gate (sliding-window and linear layers) read 1.0, as they are never compressed;
+    :func:`gate_counts` says which these are.
     """
     parameters = gate_parameters(model)
-    num_layers = cast(Any, model.config).get_text_config().num_hidden_layers
-    matrix = torch.ones(num_layers, len(parameters[0][1]), dtype=torch.float32)
+    num_layers = cast(Any, model.config).get_text_config(decoder=True).num_hidden_layers
+    most = max(len(parameter) for _, parameter in parameters)
+    matrix = torch.ones(num_layers, most, dtype=torch.float32)
     for layer, parameter in parameters:
-        matrix[layer] = parameter.detach().float().cpu()
+        matrix[layer, : len(parameter)] = parameter.detach().float().cpu()
     return matrix
+
+
+def gate_counts(model: nn.Module) -> list[int]:
+    """Return how many gates each layer has, 0 for those without."""
+    counts = [0] * cast(Any, model.config).get_text_config(decoder=True).num_hidden_layers
+    for layer, parameter in gate_parameters(model):
+        counts[layer] = len(parameter)
+    return counts
+
+
+def gate_values(model: nn.Module) -> Tensor:
+    """Return all gates that there are, one after the other: float32 ``[N]`` on the CPU."""
+    return torch.cat([gate.detach().float().cpu() for _, gate in gate_parameters(model)])
 
 
 @torch.no_grad()
 def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
     """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates that there are."""
     for layer, parameter in gate_parameters(model):
-        parameter.copy_(alpha_LH[layer])
+        parameter.copy_(alpha_LH[layer, : len(parameter)])
 
 
-def gate_shares(alpha_LH: Tensor) -> dict[str, float]:
+def gate_shares(alpha: Tensor) -> dict[str, float]:
     """Return the mean of the gates and shares of them, as they are logged."""
     return {
-        "gates/mean": alpha_LH.mean().item(),
-        "gates/below_0.1": (alpha_LH < 0.1).float().mean().item(),
-        "gates/below_0.5": (alpha_LH < 0.5).float().mean().item(),
-        "gates/at_0": (alpha_LH == 0).float().mean().item(),
-        "gates/at_1": (alpha_LH == 1).float().mean().item(),
+        "gates/mean": alpha.mean().item(),
+        "gates/below_0.1": (alpha < 0.1).float().mean().item(),
+        "gates/below_0.5": (alpha < 0.5).float().mean().item(),
+        "gates/at_0": (alpha == 0).float().mean().item(),
+        "gates/at_1": (alpha == 1).float().mean().item(),
     }
 
 

@@ -316,7 +316,7 @@ def realloc_attention(
     """
     if isinstance(key, NewStates):
         refuse_variants(kwargs, IMPLEMENTATION)
-    elif kwargs.get("sliding_window") is not None and not isinstance(attention_mask, CachedCall):
+    elif isinstance(key, Tensor) and not isinstance(attention_mask, CachedCall):
         # a layer that is not changed: the cache gave its own states, the mask function its own mask
         refuse_variants(kwargs, IMPLEMENTATION, also=OF_MASKED_SDPA)
         return sdpa_attention_forward(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import ReallocationLayer
 from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
 from rlkv.cache.stores import RingStore, Store, grown_capacity, stack_rows
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.models.layout import own_layers
 
 
 class GrowingLayer(DynamicLayer):
@@ -131,14 +132,6 @@ class GrowingCache(Cache):
             layer.join(joining, columns)
 
 
-def own_layers(config: Any) -> list[Any]:
-    """Return what transformers' own cache makes of each layer of a model.
-
-    This is the one description of its kinds of layers that all models share.
-    """
-    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
-
-
 def full_cache(config: Any, limit: int | None = None) -> Cache:
     """Make an empty full cache for the model of ``config``, with room for ``limit`` tokens at most.
 
@@ -149,6 +142,15 @@ def full_cache(config: Any, limit: int | None = None) -> Cache:
     if any(type(layer) is not DynamicLayer for layer in layers):
         return DynamicCache(config=config.get_text_config(decoder=True))
     return GrowingCache(layers=[GrowingLayer(limit) for _ in layers])
+
+
+def _states(layer: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a layer of transformers' own cache: keys and values, linear states."""
+    if isinstance(layer, CacheLayerMixin):
+        held = [layer.keys, layer.values]
+    else:
+        held = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    yield from (state for state in held if state is not None)
 
 
 class HeadReallocationCache(Cache):
@@ -193,7 +195,8 @@ class HeadReallocationCache(Cache):
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept,
             ``held`` what is cached.
         stock_layers: makes transformers' own cache for the layers, by number, that are not changed
-            (sliding windows).
+            (sliding windows, linear layers).
+        heads: how many of the heads of ``full`` each layer has; None: all.
         protect_prompt: compressible heads keep all tokens of the first call; a policy has an option
             of its own for it.
 
@@ -210,8 +213,9 @@ class HeadReallocationCache(Cache):
         reserve: int = 0,
         eviction: EvictionPolicy | None = None,
         record: bool = False,
-        stock_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict,
+        stock_layers: Callable[[], dict[int, Any]] = dict,
         protect_prompt: bool = False,
+        heads: Sequence[int] | None = None,
     ) -> None:
         full = torch.as_tensor(full)
         if full.dtype != torch.bool or full.ndim != 2:
@@ -228,12 +232,13 @@ class HeadReallocationCache(Cache):
         self._stock = stock_layers()
         self._layers: dict[int, ReallocationLayer] = {}
         layers: list[Any] = []
-        for number, heads in enumerate(self.full):
+        for number, row in enumerate(self.full):
             if number in self._stock:
                 layers.append(self._stock[number])
                 continue
+            own = row if heads is None else row[: heads[number]]
             make_store = partial(self._compressible_store, number)
-            self._layers[number] = ReallocationLayer(heads, self.state, make_store, reserve)
+            self._layers[number] = ReallocationLayer(own, self.state, make_store, reserve)
             layers.append(self._layers[number])
         super().__init__(layers=layers)
 
@@ -281,11 +286,7 @@ class HeadReallocationCache(Cache):
 
     def _stock_nbytes(self) -> int:
         """Bytes of the layers that are not changed: always held, so they count on both sides."""
-        total = 0
-        for layer in self._stock.values():
-            if layer.keys is not None and layer.values is not None:
-                total += layer.keys.nbytes + layer.values.nbytes
-        return total
+        return sum(state.nbytes for layer in self._stock.values() for state in _states(layer))
 
     def held(self, row: int) -> Tensor:
         """Return which tokens of a row each head holds: bool ``[layers, KV heads, tokens]``.
@@ -297,8 +298,10 @@ class HeadReallocationCache(Cache):
         tokens = self.get_seq_length() - (int(padding.counts[row]) if padding is not None else 0)
         held = torch.zeros(*self.full.shape, tokens, dtype=torch.bool)
         for number, layer in self._layers.items():
-            held[number] = layer.held(row, tokens)
+            held[number, : layer.num_heads] = layer.held(row, tokens)
         for number, stock in self._stock.items():
+            if not isinstance(stock, CacheLayerMixin):
+                continue  # a linear layer holds no tokens
             assert stock.keys is not None
             held[number] = torch.arange(tokens) >= tokens - stock.keys.shape[2]
         return held
@@ -316,7 +319,9 @@ class HeadReallocationCache(Cache):
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
-            if stock.is_initialized:
+            if not isinstance(stock, CacheLayerMixin):
+                stock.reorder_cache(indices)
+            elif stock.is_initialized:
                 stock.batch_select_indices(indices.to(stock.device))
         if state.padding is not None:
             state.padding = state.padding.select(indices).nonzero
@@ -325,7 +330,7 @@ class HeadReallocationCache(Cache):
 
     @property
     def can_join(self) -> bool:
-        """Return whether rows of another cache can join: no sliding layer is left alone."""
+        """Return whether rows of another cache can join: no layer is left as it is."""
         return not self._stock
 
     def join(self, other: HeadReallocationCache, columns: int) -> None:

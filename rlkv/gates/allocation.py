@@ -35,15 +35,23 @@ def num_full_heads(sparsity: float, total: int) -> int:
     return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
 
 
+def gated_places(heads: Sequence[int] | None, num_layers: int, num_kv_heads: int) -> Tensor:
+    """Return where there are gates: bool ``[L, H]``, the first ``heads[layer]`` of a layer."""
+    if heads is None:
+        return torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
+    return torch.arange(num_kv_heads) < torch.tensor(heads)[:, None]
+
+
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
-    """List all heads as (layer, head), least needed first.
+    """List all heads with a gate as (layer, head), least needed first.
 
     Sorted by gate; equal gates by their mean over training; among heads equal in both, the later
     one goes first.
     """
     alpha = gates.alpha.flatten().tolist()
     mean = gates.mean_alpha.flatten().tolist()
-    order = sorted(range(len(alpha)), key=lambda i: (alpha[i], mean[i], -i))
+    places = gates.gated.flatten().nonzero().flatten().tolist()
+    order = sorted(places, key=lambda i: (alpha[i], mean[i], -i))
     return [divmod(i, gates.num_kv_heads) for i in order]
 
 
@@ -61,12 +69,15 @@ class HeadAllocation:
     Attributes:
         full: bool ``[num_layers, num_kv_heads]`` on the CPU; True keeps everything, False is
             compressible.
+        heads: how many heads of each layer can be compressed, as ``HeadGates.heads``; None: all.
+            The other places of ``full`` are True.
 
     Raises:
-        ValueError: if ``full`` is not a non-empty bool matrix.
+        ValueError: if ``full`` is not a non-empty bool matrix, or ``heads`` does not belong to it.
     """
 
     full: Tensor
+    heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         full = self.full
@@ -78,7 +89,25 @@ class HeadAllocation:
                 f"an allocation needs a bool tensor [num_layers, num_kv_heads], got {found}"
             )
         # the caller's tensor may change later
-        object.__setattr__(self, "full", full.detach().cpu().clone())
+        full = full.detach().cpu().clone()
+        object.__setattr__(self, "full", full)
+        if self.heads is None:
+            return
+        fits = len(self.heads) == len(full) and min(self.heads) >= 0
+        if not fits or max(self.heads) > full.shape[1]:
+            raise ValueError(
+                f"heads has {len(self.heads)} numbers up to {max(self.heads, default=0)}, but the "
+                f"allocation is for {_by(full)} (layers x KV heads)"
+            )
+        heads = tuple(self.heads) if min(self.heads) < full.shape[1] else None
+        object.__setattr__(self, "heads", heads)
+        if not bool(full[~self.gated].all()):
+            raise ValueError("heads of layers without full attention cannot be compressible")
+
+    @property
+    def gated(self) -> Tensor:
+        """Which heads can be compressed: bool ``[num_layers, num_kv_heads]``."""
+        return gated_places(self.heads, *self.full.shape)
 
     @classmethod
     def from_gates(cls, gates: HeadGates, sparsity: float, scope: str = "global") -> HeadAllocation:
@@ -86,31 +115,37 @@ class HeadAllocation:
 
         Args:
             sparsity: share of heads that are compressible, in [0, 1].
-            scope: ``global`` ranks all heads of the model and keeps ``num_full_heads(sparsity, L *
-                H)`` full. ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every layer, so
-                the actual sparsity may be off by half a head *per layer* (0.1 with 4 heads a layer
-                gives 0): read ``.sparsity``.
+            scope: ``global`` ranks all N heads with a gate and keeps ``num_full_heads(sparsity,
+                N)`` of them full. ``layer`` keeps ``num_full_heads(sparsity, H)`` full in every
+                layer, so the actual sparsity may be off by half a head *per layer* (0.1 with 4
+                heads a layer gives 0): read ``.sparsity``.
         """
         num_layers, num_heads = gates.alpha.shape
         order = compression_order(gates)
         if scope == "global":
-            return cls.from_order(order, num_layers, num_heads, sparsity)
+            return cls.from_order(order, num_layers, num_heads, sparsity, gates.heads)
         if scope != "layer":
             raise ValueError(f"unknown scope {scope!r}: choose global or layer")
         rows = []
         for layer in range(num_layers):
             own = [(0, head) for at, head in order if at == layer]
-            rows.append(cls.from_order(own, 1, num_heads, sparsity).full)
-        return cls(torch.cat(rows))
+            rows.append(cls.from_order(own, 1, num_heads, sparsity, (len(own),)).full)
+        return cls(torch.cat(rows), gates.heads)
 
     @classmethod
     def from_order(
-        cls, order: Sequence[tuple[int, int]], num_layers: int, num_kv_heads: int, sparsity: float
+        cls,
+        order: Sequence[tuple[int, int]],
+        num_layers: int,
+        num_kv_heads: int,
+        sparsity: float,
+        heads: Sequence[int] | None = None,
     ) -> HeadAllocation:
         """Make the first heads of ``order`` compressible, as many as the sparsity asks for.
 
         Args:
             order: (layer, head) pairs, least needed first; at least as many as the sparsity takes.
+            heads: how many heads of each layer can be compressed; None: all.
 
         Raises:
             ValueError: for a head outside the model or named twice, and if ``order`` is too short.
@@ -120,7 +155,8 @@ class HeadAllocation:
                 f"an allocation needs at least one head, got {num_layers} layers x {num_kv_heads} "
                 "KV heads"
             )
-        total = num_layers * num_kv_heads
+        gated = gated_places(heads, num_layers, num_kv_heads)
+        total = int(gated.sum())
         compressible = total - num_full_heads(sparsity, total)
         full = torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
         seen: set[tuple[int, int]] = set()
@@ -129,6 +165,11 @@ class HeadAllocation:
                 raise ValueError(
                     f"the order names layer {layer}, head {head}: the model has {num_layers} "
                     f"layers x {num_kv_heads} KV heads, counted from 0"
+                )
+            if not gated[layer, head]:
+                raise ValueError(
+                    f"the order names layer {layer}, head {head}, which has no gate: its layer "
+                    "has no full attention"
                 )
             if (layer, head) in seen:
                 raise ValueError(f"the order names layer {layer}, head {head} twice")
@@ -140,7 +181,7 @@ class HeadAllocation:
                 f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the "
                 f"order names only {len(seen)}"
             )
-        return cls(full)
+        return cls(full, None if heads is None else tuple(heads))
 
     @classmethod
     def random(
@@ -156,20 +197,21 @@ class HeadAllocation:
         others = [head for head in reversed(compression_order(gates)) if not full[head]]
         for head in others[: -self.num_full % multiple]:
             full[head] = True
-        return HeadAllocation(full)
+        return HeadAllocation(full, self.heads)
 
     @property
     def num_full(self) -> int:
-        return int(self.full.sum())
+        """The full heads among those that could be compressed."""
+        return int((self.full & self.gated).sum())
 
     @property
     def num_compressible(self) -> int:
-        return self.full.numel() - self.num_full
+        return int((~self.full).sum())
 
     @property
     def sparsity(self) -> float:
-        """The actual share of compressible heads, which rounding may have moved."""
-        return self.num_compressible / self.full.numel()
+        """The share of compressible heads among those that can be; rounding may have moved it."""
+        return self.num_compressible / max(1, int(self.gated.sum()))
 
     def overlap(self, other: HeadAllocation) -> float:
         """Return how many full heads are common, over the larger number of full heads.
@@ -185,7 +227,8 @@ class HeadAllocation:
                 "(layers x KV heads)"
             )
         larger = max(self.num_full, other.num_full)
-        return int((self.full & other.full).sum()) / larger if larger else 1.0
+        common = int((self.full & other.full & self.gated).sum())
+        return common / larger if larger else 1.0
 
     def __repr__(self) -> str:
         return (
@@ -194,7 +237,8 @@ class HeadAllocation:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadAllocation) and torch.equal(self.full, other.full)
+        is_same = isinstance(other, HeadAllocation) and self.heads == other.heads
+        return is_same and torch.equal(self.full, other.full)
 
     def __hash__(self) -> int:
         return hash((tuple(self.full.shape), tuple(self.full.flatten().tolist())))
@@ -213,6 +257,6 @@ def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
         return True
     full, others = (
         zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)
-        for own in (full_LH, ~full_LH)
+        for own in (full_LH & gates.gated, ~full_LH)
     )
     return min(full) > max(others)

@@ -6,7 +6,8 @@ Readers return the keyword arguments of ``HeadGates``, writers take them.
   is run);
 - ``.safetensors``: tensors ``alpha`` and ``rank`` (the gates' means over training), the rest as
   JSON in the header;
-- ``.tsv``: alpha alone, one row per layer, tab separated: the published layout;
+- ``.tsv``: alpha alone, one row per layer, tab separated: the published layout, for models with
+  gates in every layer;
 - a PEFT folder, and a repository on the Hugging Face hub that holds one of these.
 """
 
@@ -25,20 +26,23 @@ from torch import Tensor
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import atomic_path, parse_json, read_json, write_bytes, write_json
+from rlkv.utils.numbers import check_whole
 
 FORMAT = "rlkv-gates"
-VERSION = 1
+VERSION = 2  # 1: gates on all heads of all layers, which is written as before
 SUFFIXES = (".pt", ".safetensors", ".tsv")
 EXPECTED = "expected a .pt, .safetensors or .tsv gates file or a PEFT folder"
 _FIELDS = ("model", "sink", "window", "deploy_sink", "deploy_window", "training")
 _LATER_FIELDS = ("deploy_protect_prompt",)  # which the first files do not have
+_MOST_LAYERS = 10_000  # of a model; a damaged number is not allocated
 HEADER_KEY = "rlkv_gates"  # of the metadata in a safetensors file
 
 PEFT_TYPE = "HEAD_GATE"  # of rlkv.attention.head_gate, which imports peft
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+GATE = "rlkv_gate"  # the part of an attention module that holds its gates
 GATE_KEY = "base_model.model.model.layers.{layer}.self_attn.rlkv_gate.alpha"
-_LAYER = re.compile(r"\.layers\.(\d+)\..*\brlkv_gate\b")
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")  # of the layer, in the name of a module
 
 _HUB = "hf://"
 _HUB_ADDRESS = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -73,6 +77,11 @@ def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
     elif target.suffix == ".safetensors":
         _write_safetensors(target, tensors, _to_header(payload))
     elif target.suffix == ".tsv":
+        if payload["heads"] is not None:
+            raise ValueError(
+                f"{path}: a .tsv holds gates of every layer, but some layers of this model have "
+                "none: save these gates as .safetensors, .pt or a PEFT folder"
+            )
         with atomic_path(target) as partial:
             np.savetxt(partial, payload["alpha"].double().numpy(), fmt="%.18e", delimiter="\t")
     else:
@@ -141,7 +150,7 @@ def _read_local(path: Path) -> dict[str, Any]:
         content = header = _read_pt(path)
     elif path.suffix == ".safetensors":
         content, header = _read_safetensors(path)
-        if any(_LAYER.search(name) for name in content):
+        if any(_gated_layer(name) is not None for name in content):
             raise ValueError(
                 f"{path}: weights of a PEFT adapter, expected a gates file: pass the folder that "
                 "holds it"
@@ -176,8 +185,11 @@ def _pick(folder: Path) -> Path:
 
 def _to_header(payload: dict[str, Any]) -> dict[str, Any]:
     """Return all of the payload but the tensors, as plain JSON-able values."""
-    header = {"format": FORMAT, "version": VERSION}
+    heads = payload["heads"]
+    header = {"format": FORMAT, "version": 1 if heads is None else VERSION}
     header |= {name: payload[name] for name in (*_FIELDS, *_LATER_FIELDS)}
+    if heads is not None:
+        header["heads"] = list(heads)
     return header | {"model": payload["model"].to_dict() if payload["model"] else None}
 
 
@@ -200,7 +212,7 @@ def _from_header(header: Any, path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: damaged gates file, expected a field that is absent or wrong ({error})"
         ) from error
-    return arguments | {name: header[name] for name in _LATER_FIELDS if name in header}
+    return arguments | {name: header[name] for name in (*_LATER_FIELDS, "heads") if name in header}
 
 
 def _read_pt(path: Path) -> Any:
@@ -289,37 +301,87 @@ def _read_peft(folder: Path) -> dict[str, Any]:
             f"{folder}: found {ADAPTER_CONFIG} alone, expected {ADAPTER_WEIGHTS} next to it"
         )
     tensors, header = _read_safetensors(weights)
-    alpha = _stack_layers(tensors, weights)
     if header is not None:  # written by HeadGates.save, not by PEFT alone
-        own = {"alpha": alpha, "mean_alpha": header.get("rank")}
-        return _from_header(header, weights) | sizes | own
+        arguments = _from_header(header, weights) | sizes
+        counts = arguments.get("heads")
+        layers = _numbers_of(counts) if counts is not None else None
+        alpha, heads = _stack_layers(tensors, weights, layers, counts and len(counts))
+        return arguments | {"alpha": alpha, "heads": heads, "mean_alpha": header.get("rank")}
+    layers = _target_layers(config)
+    alpha, heads = _stack_layers(tensors, weights, layers, layers and config.get("num_layers"))
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str | None):
         raise ValueError(
             f"{config_path}: base_model_name_or_path is {name!r}, expected the name of a model"
         )
     model = ModelShape(name, "", alpha.shape[0], alpha.shape[1], 0, 0) if name else None
-    return {"alpha": alpha, "model": model, **sizes}
+    return {"alpha": alpha, "heads": heads, "model": model, **sizes}
 
 
-def _stack_layers(tensors: dict[str, Tensor], path: Path) -> Tensor:
-    """Stack the gates of the layers in the order of the numbers in their names."""
+def _gated_layer(name: str) -> int | None:
+    """Return the layer that the tensor of a gate, by its name, belongs to."""
+    match = _NUMBER.search(name)
+    return int(match[1]) if match is not None and GATE in name.split(".") else None
+
+
+def _numbers_of(counts: Any) -> list[int]:
+    """Return the layers that have gates, from their number in each layer."""
+    if not isinstance(counts, list) or len(counts) > _MOST_LAYERS:
+        return []
+    return [layer for layer, count in enumerate(counts) if count]
+
+
+def _target_layers(config: dict[str, Any]) -> list[int] | None:
+    """Return the layers whose modules an adapter's config names; None if it names no layer."""
+    names = config.get("target_modules")
+    if not isinstance(names, list):
+        return None
+    matches = [_NUMBER.search(name) for name in names if isinstance(name, str)]
+    return sorted({int(match[1]) for match in matches if match is not None}) or None
+
+
+def _stack_layers(
+    tensors: dict[str, Tensor], path: Path, layers: list[int] | None, num_layers: Any
+) -> tuple[Tensor, list[int]]:
+    """Stack the gates of the layers by the numbers in their names.
+
+    Args:
+        layers: which have gates; None: all from 0 on.
+        num_layers: of the model; None: as many as have gates.
+
+    Returns:
+        Alpha ``[num_layers, the most gates of a layer]``, 1 where there is no gate, and the number
+        of gates of each layer.
+    """
     rows: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.search(name)
-        if match is None:
+        layer = _gated_layer(name)
+        if layer is None:
             raise ValueError(
                 f"{path}: no adapter of KV head gates (it holds {name!r}), expected keys like "
                 f"{GATE_KEY}"
             )
-        rows[int(match[1])] = tensor.flatten().float()
+        rows[layer] = tensor.flatten().float()
     sizes = {layer: rows[layer].numel() for layer in sorted(rows)}
-    if list(sizes) != list(range(len(tensors))) or len(set(sizes.values())) != 1:
+    is_whole = len(rows) == len(tensors)
+    if layers is None:
+        if not is_whole or list(sizes) != list(range(len(rows))) or len(set(sizes.values())) != 1:
+            raise ValueError(
+                f"{path}: found gates per layer {sizes} in {len(tensors)} tensors, expected one "
+                "tensor for every layer from 0 without gaps, all of one size"
+            )
+    elif not is_whole or list(sizes) != layers:
         raise ValueError(
             f"{path}: found gates per layer {sizes} in {len(tensors)} tensors, expected one tensor "
-            "for every layer from 0 without gaps, all of one size"
+            f"for each of the layers {', '.join(map(str, layers))}"
         )
-    return torch.stack([rows[layer] for layer in sizes])
+    if num_layers is None:
+        num_layers = max(sizes) + 1
+    check_whole(f"{path}: the number of layers", num_layers, max(sizes) + 1, _MOST_LAYERS)
+    alpha = torch.ones(num_layers, max(sizes.values()))
+    for layer, row in rows.items():
+        alpha[layer, : len(row)] = row
+    return alpha, [sizes.get(layer, 0) for layer in range(num_layers)]
 
 
 def _write_peft(folder: Path, payload: dict[str, Any]) -> None:
@@ -327,7 +389,12 @@ def _write_peft(folder: Path, payload: dict[str, Any]) -> None:
 
     ``rlkv.attention.head_gate`` must have been imported before.
     """
-    tensors = {GATE_KEY.format(layer=i): row.clone() for i, row in enumerate(payload["alpha"])}
+    alpha = payload["alpha"]
+    counts = payload["heads"] or [alpha.shape[1]] * len(alpha)
+    tensors = {}
+    for layer, count in enumerate(counts):
+        if count:
+            tensors[GATE_KEY.format(layer=layer)] = alpha[layer, :count].clone()
     # JSON keeps float32 exactly
     header = {**_to_header(payload), "rank": payload["mean_alpha"].tolist()}
     _write_safetensors(folder / ADAPTER_WEIGHTS, tensors, header)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkv.gates.allocation import gated_places
 from rlkv.gates.formats import read_gates, write_gates
+from rlkv.models.layout import Layout, ranges
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
 
@@ -63,6 +67,8 @@ class HeadGates:
             past.
         mean_alpha: mean of each gate over the training, which orders heads with equal gates; None:
             ``alpha``.
+        heads: how many gates each layer has, where not all layers have as many; 0 for layers
+            without full attention, in which alpha reads 1.  None: all of them.
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
@@ -78,6 +84,7 @@ class HeadGates:
 
     alpha: Tensor
     mean_alpha: Tensor = None  # type: ignore[assignment]  # replaced in __post_init__
+    heads: tuple[int, ...] | None = None
     model: ModelShape | None = None
     sink: int = 128
     window: int = 256
@@ -96,6 +103,7 @@ class HeadGates:
                 f"{self.source}: mean_alpha has shape {list(self.mean_alpha.shape)}, expected that "
                 f"of alpha, {list(self.alpha.shape)}"
             )
+        self._check_heads()
         for name, least in (("sink", 0), ("window", 1), ("deploy_sink", 0), ("deploy_window", 1)):
             check_whole(f"{self.source}: {name}", getattr(self, name), least)
         if not isinstance(self.deploy_protect_prompt, bool):
@@ -126,6 +134,31 @@ class HeadGates:
             raise ValueError(
                 f"{self.source}: the training summary cannot be written as JSON ({error})"
             ) from error
+
+    def _check_heads(self) -> None:
+        """Raise ValueError if ``heads`` and the matrices do not belong together."""
+        heads = self.heads
+        if heads is None:
+            return
+        is_list = isinstance(heads, list | tuple) and len(heads) == self.num_layers
+        most = self.num_kv_heads
+        if not is_list or not all(type(n) is int and 0 <= n <= most for n in heads):
+            raise ValueError(
+                f"{self.source}: heads is {reprlib.repr(heads)}, expected the number of gates, "
+                f"from 0 to {most}, of each of {self.num_layers} layers"
+            )
+        self.heads = tuple(heads) if min(heads) < most else None
+        others = ~self.gated
+        if not bool((self.alpha[others] == 1).all() and (self.mean_alpha[others] == 1).all()):
+            raise ValueError(
+                f"{self.source}: alpha or mean_alpha is not 1 in a place where heads says that "
+                "there is no gate: the file is damaged or of another model"
+            )
+
+    @property
+    def gated(self) -> Tensor:
+        """Which places of alpha are gates: bool ``[num_layers, num_kv_heads]``."""
+        return gated_places(self.heads, *self.alpha.shape)
 
     @property
     def num_layers(self) -> int:
@@ -184,7 +217,8 @@ class HeadGates:
     def check_model(self, config: Any) -> None:
         """Raise ``ValueError`` if these gates are not for a model of this transformers ``config``.
 
-        Compares type, layers, KV heads, query heads and head size, as far as the file states them.
+        Compares type, layers, KV heads, query heads and head size, as far as the file states them,
+        and which layers have gates.
         """
         found = ModelShape.from_config(config)
         stated = self.model or ModelShape("", "", self.num_layers, self.num_kv_heads, 0, 0)
@@ -200,6 +234,14 @@ class HeadGates:
                 f"{found.model_id} is {_shape(found)} (other {', '.join(differing)}): use the "
                 "gates that were trained for this model"
             )
+        own = self.heads or (self.num_kv_heads,) * self.num_layers
+        expected = Layout.from_config(config).heads
+        if own != expected:
+            raise ValueError(
+                f"{self.source}: these gates are for layers {_layers(own)}, but the model "
+                f"{found.model_id} ({found.model_type}) has full attention in {_layers(expected)}: "
+                "use the gates that were trained for this model"
+            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HeadGates):
@@ -208,10 +250,20 @@ class HeadGates:
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
     def __repr__(self) -> str:
+        mean = self.alpha[self.gated].mean()
         return (
             f"<HeadGates {self.name}: {self.num_layers} layers x {self.num_kv_heads} KV heads, "
-            f"mean {self.alpha.mean():.3f}, trained with sink {self.sink} + window {self.window}>"
+            f"mean {mean:.3f}, trained with sink {self.sink} + window {self.window}>"
         )
+
+
+def _layers(heads: Sequence[int]) -> str:
+    """Name the layers with gates, and how many of them: ``1, 3 (2 KV heads)``."""
+    numbers = [layer for layer, count in enumerate(heads) if count]
+    counts = sorted(set(heads) - {0})
+    if not numbers:
+        return "none of its layers"
+    return f"{ranges(numbers)} ({' or '.join(map(str, counts))} KV heads)"
 
 
 def _shape(shape: ModelShape) -> str:

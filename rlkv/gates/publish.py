@@ -42,11 +42,13 @@ def gates_title(gates: HeadGates, what: str) -> str:
 def plot_gates(gates: HeadGates, path: str | Path) -> None:
     """Plot a heat map of alpha: a column per layer, a row per KV head, colours fixed to [0, 1]."""
     layers, heads = gates.alpha.shape
+    # places without a gate stay white
+    shown = gates.alpha.masked_fill(~gates.gated, float("nan"))
     is_labelled = gates.alpha.numel() <= MOST_LABELLED
     cell = CELL * (1.8 if is_labelled else 1)
     figure, axes = new_figure(max(4.2, layers * cell + 1.6), max(2.2, heads * cell + 1.3))
     image = axes.imshow(
-        gates.alpha.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
+        shown.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
     )
     axes.set_title(gates_title(gates, "KV head gates"), fontsize=TITLE_SIZE)
     axes.set_xlabel("layer")
@@ -59,10 +61,10 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     axes.tick_params(which="minor", length=0)
     if is_labelled:
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": TEXT_SIZE}
-        for layer, row in enumerate(gates.alpha.tolist()):
-            for head, value in enumerate(row):
-                color = "black" if value > 0.6 else "white"
-                axes.text(layer, head, f"{value:.2f}", color=color, **style)
+        for layer, head in gates.gated.nonzero().tolist():
+            value = gates.alpha[layer, head].item()
+            color = "black" if value > 0.6 else "white"
+            axes.text(layer, head, f"{value:.2f}", color=color, **style)
     figure.colorbar(image, ax=axes, label="gate", ticks=[0, 0.5, 1], fraction=0.05, pad=0.01)
     save_figure(figure, path)
 
@@ -74,7 +76,7 @@ def plot_histogram(gates: HeadGates, path: str | Path) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
-    alpha = gates.alpha.flatten()
+    alpha = gates.alpha[gates.gated]
     title = gates_title(gates, "Histogram of KV head gates")
     figure, axes = curve_figure(title, "gate", "KV heads")
     label = (

@@ -20,15 +20,23 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.cache.reallocation import own_layers
-from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.allocation import HeadAllocation, gated_places
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import (
+    CHUNKED,
+    CROSS,
+    FULL,
+    LINEAR,
+    NONE,
+    SLIDING,
+    Layout,
+    own_layers,
+    ranges,
+)
 from rlkv.models.loading import refuse_latent_attention, try_forward
-from rlkv.models.shape import ModelShape
 from rlkv.utils.devices import leave_cudnn_out
 from rlkv.utils.runtime import shadow
 
@@ -36,16 +44,15 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
-ATTENTION = frozenset({"full_attention", "sliding_attention"})
-KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+SERVED = frozenset({FULL, SLIDING, CHUNKED, LINEAR, NONE, CROSS})  # kinds of layers
 _TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
 
 
 # --- which models are served
 
 
-def check_servable(model: Any) -> list[int]:
-    """Return the layers with sliding attention.
+def check_servable(model: Any) -> Layout:
+    """Return the layers of a model.
 
     Raises:
         ValueError: if the model is compressed already or cannot be served.
@@ -72,58 +79,45 @@ def check_servable(model: Any) -> list[int]:
         )
     refuse_attentions(config.output_attentions)
     refuse_latent_attention(model)
-    layers = own_layers(config)
-    named = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    kinds = sorted(set(named) - ATTENTION)
-    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
-    if kinds or other:
-        of_kind = f"layers of kind {', '.join(kinds)}"
-        cached_as = f"layers that are cached as {', '.join(other)}"
+    layout = Layout.from_config(config)
+    layout.check()
+    if not layout.gated:
         raise ValueError(
-            f"{config.model_type} has {of_kind if kinds else cached_as}: compress(...) serves "
-            "models in which every layer has full or sliding attention over plain keys and "
-            "values, such as Llama, Qwen3 or Gemma 3"
-        )
-    sliding = [
-        number for number, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer
-    ]
-    if len(sliding) == len(layers):
-        raise ValueError(
-            f"every layer of this {config.model_type} that attends has a sliding window: there is "
+            f"{layout.model_type} has no layer with full attention ({layout.describe()}): there is "
             "no full KV cache to compress, so use a model with full attention in some layers"
         )
-    return sliding
+    if {layer.kind for layer in layout.layers} - SERVED:
+        raise ValueError(
+            f"{layout.model_type} has {layout.describe()}: compress(...) serves models in which "
+            "every layer has full, sliding-window or linear attention of its own, such as Llama, "
+            "Qwen3 or Gemma 3"
+        )
+    layout.modules(model)
+    return layout
 
 
-def default_layers(config: Any, numbers: list[int]) -> dict[int, DynamicSlidingWindowLayer]:
+def default_layers(config: Any, numbers: list[int]) -> dict[int, Any]:
     """Make new layers of transformers' own cache for the layers ``numbers`` of a model."""
     layers = own_layers(config)
     return {number: layers[number] for number in numbers}
 
 
-def exclude_sliding_layers(
-    allocation: HeadAllocation, sliding: list[int], ranked: bool
-) -> HeadAllocation:
-    """Exclude the heads of the layers ``sliding`` from compression, announced by a warning.
+def fit_allocation(allocation: HeadAllocation, layout: Layout) -> HeadAllocation:
+    """Return the allocation of the layers with gates; all others stay as they are.
 
-    Raises:
-        ValueError: if the allocation was ``ranked`` from gates, whose sparsity counts heads that
-            have no full cache.
+    A warning tells of heads that it makes compressible elsewhere.
     """
-    if ranked:
-        raise ValueError(
-            f"{len(sliding)} layers of this model have sliding windows, whose heads have no full "
-            "cache to reallocate: gates and a sparsity cannot be applied to it; pass an eviction "
-            "policy alone, or a HeadAllocation"
-        )
-    warnings.warn(
-        f"layers {', '.join(map(str, sliding))} have sliding windows and are not changed: the "
-        "eviction policy serves the other layers",
-        stacklevel=4,
-    )
     full = allocation.full.clone()
-    full[sliding] = True
-    return HeadAllocation(full)
+    others = ~gated_places(layout.heads, *full.shape)
+    ignored = (~full & others).any(dim=1).nonzero().flatten().tolist()
+    if ignored and allocation.heads is None:
+        warnings.warn(
+            f"layers {ranges(ignored)} have no full attention and are not changed: the allocation "
+            "serves the other layers",
+            stacklevel=4,
+        )
+    full[others] = True
+    return HeadAllocation(full, layout.heads)
 
 
 def warn_without_rope(model: Any) -> None:
@@ -222,7 +216,7 @@ class CompressedSession:
     allocation: HeadAllocation
     settings: CacheSettings
     record: bool = False
-    default_layers: Callable[[], dict[int, DynamicSlidingWindowLayer]] = dict
+    default_layers: Callable[[], dict[int, Any]] = dict
     cache: HeadReallocationCache | None = None
 
     def new_cache(
@@ -244,6 +238,7 @@ class CompressedSession:
             record=self.record,
             stock_layers=self.default_layers,
             protect_prompt=self.settings.protect_prompt,
+            heads=self.allocation.heads,
         )
         cache.state.limit = limit
         cache.state.planned = planned
@@ -279,8 +274,8 @@ def resolve_allocation(
     Raises:
         ValueError: if it does not fit the model, or ``sparsity`` is missing or superfluous.
     """
-    shape = ModelShape.from_config(model.config)
-    heads = (shape.num_layers, shape.num_kv_heads)
+    layout = Layout.from_config(model.config)
+    heads = (len(layout.layers), max(layout.heads))
     if isinstance(gates, HeadGates):
         if sparsity is None:
             raise ValueError(
@@ -294,7 +289,7 @@ def resolve_allocation(
                 "sparsity is given without gates, which say which heads it compresses: pass gates "
                 "too, or leave it out to compress all heads"
             )
-        return HeadAllocation(torch.zeros(heads, dtype=torch.bool))
+        return HeadAllocation(~gated_places(layout.heads, *heads), layout.heads)
     if sparsity is not None:
         raise ValueError(
             "sparsity is given together with a HeadAllocation, which has its own: pass one of the "
@@ -305,7 +300,7 @@ def resolve_allocation(
             f"the allocation is for {gates.full.shape[0]} layers x {gates.full.shape[1]} KV heads, "
             f"but the model has {heads[0]} x {heads[1]}"
         )
-    return gates
+    return fit_allocation(gates, layout)
 
 
 def _check_policy(
@@ -345,14 +340,13 @@ def compress(
     For inference only: no gradients flow through the cache.
 
     Args:
-        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers with a
-            sliding window stay as they are, with a warning; gates and a sparsity, which count their
-            heads, are then refused.
+        model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers without
+            full attention (sliding windows, linear layers) stay as they are.
         gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a
             ``HeadAllocation``; None: all heads are compressible (token eviction as published),
             which needs an ``eviction`` policy.
-        sparsity: share of all KV heads that is compressed; None with a ``HeadAllocation`` or
-            without gates.
+        sparsity: share of all KV heads with full attention that is compressed; None with a
+            ``HeadAllocation`` or without gates.
         sink: first tokens of each row that a compressible head keeps; None: what the gates
             recommend for serving, 16 with a ``HeadAllocation``.
         window: last tokens that it keeps, the current one included; None: as above, 64 with a
@@ -380,7 +374,7 @@ def compress(
     base: Any = model
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
-    sliding = check_servable(base)
+    layout = check_servable(base)
     _check_policy(gates, eviction, protect_prompt)
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
@@ -390,11 +384,10 @@ def compress(
     given = {name: value for name, value in sizes.items() if value is not None}
     settings = CacheSettings(prefill=prefill, **given).with_policy(eviction)
     allocation = resolve_allocation(base, gates, sparsity, scope)
-    if sliding:
-        allocation = exclude_sliding_layers(allocation, sliding, ranked=sparsity is not None)
     if eviction is not None:
         warn_without_rope(base)
-    stock_layers = partial(default_layers, base.config, sliding)
+    stock = [number for number, layer in enumerate(layout.layers) if not layer.has_gates]
+    stock_layers = partial(default_layers, base.config, stock)
     session = CompressedSession(allocation, settings, record, stock_layers)
     with ExitStack() as undo:
         _hook(base, session, undo)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlkv.models.layout import Layout
 from rlkv.utils.files import is_text
 from rlkv.utils.numbers import check_whole
 
@@ -103,21 +104,19 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
-        """Read the shape off a config; ``model_id`` defaults to the name it was loaded from."""
-        text = config.get_text_config()
-        query_heads = getattr(text, "num_attention_heads", None)
-        if query_heads is None:
-            raise ValueError(
-                f"{text.model_type} has no attention heads (its config has no "
-                "num_attention_heads): use a model with attention"
-            )
+        """Read the shape off a config; ``model_id`` defaults to the name it was loaded from.
+
+        KV heads and their size are those of the layers with gates, if there are any.
+        """
+        layout = Layout.from_config(config)
+        layers = [layer for layer in layout.layers if layer.has_gates] or layout.layers
         return cls(
             model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",
-            model_type=text.model_type,
-            num_layers=text.num_hidden_layers,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or query_heads,
-            num_query_heads=query_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // query_heads,
+            model_type=layout.model_type,
+            num_layers=len(layout.layers),
+            num_kv_heads=max(layer.kv_heads for layer in layers),
+            num_query_heads=config.get_text_config(decoder=True).num_attention_heads,
+            head_dim=layers[0].head_dim,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from rlkv.attention.head_gate import (
     HeadGateConfig,
     gate_parameters,
     gate_shares,
-    gates_matrix,
+    gate_values,
 )
 from rlkv.data.recall import (
     MarkedText,
@@ -266,7 +266,7 @@ class Distiller:
             "loss/total": distilled + settings.l1_weight * l1.item(),
             "teacher/right": right / answers,
             "tokens/answers": answers,
-            **gate_shares(gates_matrix(self.model)),
+            **gate_shares(gate_values(self.model)),
             "gates/grad_norm": norm,
             "train/learning_rate": rate,
             "time/step_s": time.perf_counter() - started,

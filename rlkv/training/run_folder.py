@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from rlkv.attention.head_gate import gate_shares, gates_matrix
+from rlkv.attention.head_gate import gate_counts, gate_shares, gates_matrix
 from rlkv.gates import publish as share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates, plot_histogram
@@ -590,6 +590,7 @@ class RunFolder:
         return HeadGates(
             alpha=gates_matrix(model),
             mean_alpha=mean_alpha,
+            heads=gate_counts(model),
             model=ModelShape.from_config(model.config),
             sink=settings.sink,
             window=settings.window,
@@ -608,7 +609,7 @@ class RunFolder:
                 shows.
         """
         records = read_log(self.path / LOG)
-        gates.training["final"] = gate_shares(gates.alpha)
+        gates.training["final"] = gate_shares(gates.alpha[gates.gated])
         for record in records:  # the newest figures on held-out problems, without their prefix
             names = [name for name in record if name.startswith(HELD_OUT)]
             if names:

@@ -179,7 +179,7 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
 def check_layers(model: Any) -> None:
     """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
     layers = ModelShape.from_config(model.config).num_layers
-    if len(list(full_attention_modules(model))) < layers:
+    if len(full_attention_modules(model)) < layers:
         raise ValueError(
             "some layers of this model have no full attention: heads of such models cannot be "
             "ranked"

@@ -31,6 +31,7 @@ from rlkv.attention.head_gate import (
     HeadGateConfig,
     gate_parameters,
     gate_shares,
+    gate_values,
     gates_matrix,
     set_gates,
 )
@@ -565,7 +566,7 @@ class RLKVTrainer(GRPOTrainer):
             logs = {
                 **self._of_rollout,
                 **self._of_step,
-                **gate_shares(gates_matrix(self.model)),
+                **gate_shares(gate_values(self.model)),
                 "gates/grad_norm": logs["grad_norm"],
                 "train/skipped_steps": self.skip_nonfinite.skipped,
                 "train/learning_rate": logs["learning_rate"],

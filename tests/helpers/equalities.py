@@ -20,10 +20,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import rlkv
-from rlkv import HeadAllocation, HeadGates
+from rlkv import HeadGates
 from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from tests.helpers.families import FAMILIES, Family, make_family
-from tests.helpers.mixed_reference import full_mask, local_mask
+from tests.helpers.mixed_reference import local_mask
 
 SINK = 1
 WINDOW = 3
@@ -43,13 +43,14 @@ def _reference_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend under the stock mask, in chosen heads under the local one too."""
+    mask = attention_mask
     group = query.shape[1] // key.shape[1]
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]

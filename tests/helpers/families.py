@@ -96,6 +96,7 @@ _THETA = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1,
 _ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _GEMMA3N = {"num_kv_shared_layers": 2, "intermediate_size": [48] * 6, **_layers(*"sfsfsf")}
 _GEMMA3N |= {"activation_sparsity_pattern": [0.0] * 6}
+_GEMMA4 = {"num_kv_shared_layers": 2, **_layers(*"sfsfsf")}
 _QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 _QWEN4 |= {"indexer_compress_ratio": 4, "hc_lowrank": 8}
 
@@ -112,6 +113,8 @@ FAMILIES: dict[str, Family] = {
     "minimax": Family("fl"),
     "nemotron_h": Family("l-f-"),
     "olmo_hybrid": Family("lllf"),
+    "qwen3_5": Family("lllf"),
+    "qwen3_5_moe": Family("lllf"),
     "qwen3_5_text": Family("lllf"),
     "qwen3_5_moe_text": Family("lllf"),
     "qwen3_next": Family("lllf"),
@@ -119,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp_text": Family("lllx", _QWEN4),
     # a linear layer next to attention
     "falcon_h1": Family("hh"),
-    "inkling_text": Family("hx"),
+    "inkling_text": Family("sssssh"),
     "zamba": Family("lhlh", _ZAMBA),
     "zamba2": Family("lhlh", _ZAMBA | {"num_mem_blocks": 1}),
     "zaya": Family("hh", {"num_experts_per_tok": 1}),
@@ -131,13 +134,19 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("sssf"),
     "exaone_moe": Family("sssf"),
     "gemma2": Family("sf"),
+    "gemma3": Family("sssssf"),
     "gemma3_text": Family("sssssf"),
-    "gemma3n_text": Family("sfsfrr", _GEMMA3N),
+    "gemma3n_text": Family("sfsrrr", _GEMMA3N),
+    "gemma4": Family("sssssf"),
     "gemma4_text": Family("sssssf"),
+    "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text"),
+    "gemma4_unified": Family("sssssf"),
+    "gemma4_unified_text": Family("sssssf"),
     "gpt_oss": Family("sf"),
     "granite_swa": Family("fs"),
     "granitemoe_swa": Family("fs"),
     "laguna": Family("sf", _layers(*"sf")),
+    "llama4": Family("cccf"),
     "llama4_text": Family("cccf"),
     "mellum": Family("sf", _layers(*"sf")),
     "mimo_v2_flash": Family("fs"),
@@ -197,9 +206,10 @@ def _general_sizes(default: Any) -> dict[str, Any]:
             part = getattr(default, name, None)
             if part is not None and not isinstance(part, dict):
                 settings[name] = _general_sizes(part)
-        elif name in SIZES and not isinstance(value, list | tuple | dict):
-            if value is not None or name in _OPEN:
-                settings[name] = SIZES[name]
+            continue
+        is_size = name in SIZES and not isinstance(value, list | tuple | dict)
+        if is_size and (value is not None or name in _OPEN):
+            settings[name] = SIZES[name]
     if "num_hidden_layers" in settings:
         settings["num_hidden_layers"] = _layers_shown(values.get("layer_types") or [])
     return settings

@@ -1,0 +1,203 @@
+"""The layers of a model: which kind of attention each has, and which carry head gates.
+
+Gates exist where a layer keeps keys and values of the whole past for itself: with full attention,
+also next to a linear layer.  All other layers stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+FULL = "full attention"
+FULL_AND_LINEAR = "full attention and a linear layer"
+SLIDING = "sliding-window attention"
+SLIDING_AND_LINEAR = "sliding-window attention and a linear layer"
+CHUNKED = "chunked attention"
+LINEAR = "linear attention"
+LATENT = "multi-head latent attention"
+SHARED = "keys and values shared with other layers"
+CROSS = "cross-attention"
+NONE = "no attention"
+# what transformers' configs call them
+_NAMED = {
+    "full_attention": FULL,
+    "hybrid": FULL_AND_LINEAR,
+    "sliding_attention": SLIDING,
+    "hybrid_sliding": SLIDING_AND_LINEAR,
+    "chunked_attention": CHUNKED,
+    "linear_attention": LINEAR,
+    "conv": LINEAR,
+    "moe": NONE,
+    "mlp": NONE,
+}
+_KNOWN = frozenset({*_NAMED.values(), LATENT, SHARED, CROSS})
+# what its cache says of a layer that the config does not name
+_CACHED = {"DynamicLayer": "full_attention", "DynamicSlidingWindowLayer": "sliding_attention"}
+
+
+def own_layers(config: Any) -> list[Any]:
+    """Return what transformers' own cache makes of each layer of a model.
+
+    This is the one description of its kinds of layers that all models share.  Layers at the end
+    that keep nothing of their own may be missing.
+    """
+    from transformers import DynamicCache  # reading gates alone does not need it
+
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: what it is (``FULL``, ``SLIDING``, ...; a name of transformers' if unknown).
+
+    ``kv_heads`` and ``head_dim`` are those of its config, also where it keeps no keys and values.
+    """
+
+    kind: str
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def has_gates(self) -> bool:
+        return self.kind in (FULL, FULL_AND_LINEAR)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All layers of a model, by number."""
+
+    model_type: str
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def from_config(cls, config: Any) -> Layout:
+        """Read the layers off a config and off the cache that transformers makes for it.
+
+        Raises:
+            ValueError: for a model without attention heads.
+        """
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "num_attention_heads", None) is None:
+            raise ValueError(
+                f"{text.model_type} has no attention heads (its config has no "
+                "num_attention_heads): use a model with attention"
+            )
+        own = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+        kinds = _kinds(text)
+        layers = [Layer(kind, *_sizes(of)) for kind, of in zip(kinds, own, strict=True)]
+        return cls(text.model_type, tuple(layers))
+
+    @property
+    def gated(self) -> list[int]:
+        """The numbers of the layers with gates."""
+        return [number for number, layer in enumerate(self.layers) if layer.has_gates]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """How many gates each layer has."""
+        return tuple(layer.kv_heads if layer.has_gates else 0 for layer in self.layers)
+
+    def check(self) -> None:
+        """Raise ValueError, with its name, for a kind of layer that is not known."""
+        unknown = sorted({layer.kind for layer in self.layers} - _KNOWN)
+        if unknown:
+            raise ValueError(
+                f"{self.model_type} has layers of kind {', '.join(unknown)}, which rlkv does not "
+                "know: use a model with full attention over plain keys and values, alone or next "
+                "to sliding-window and linear layers, such as Llama, Qwen3 or Gemma 3"
+            )
+
+    def modules(self, model: Any) -> list[tuple[str, Any]]:
+        """Return ``(name, attention module)`` of each layer with gates, as far as there are any.
+
+        Raises:
+            ValueError: if several modules have the number of one layer, or one module several.
+        """
+        found: dict[int, tuple[str, Any]] = {}
+        outer = "."
+        for name, module in model.named_modules():
+            is_attention = hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx")
+            if not is_attention or name.startswith(outer):
+                continue
+            outer = f"{name}."  # what it consists of may carry the same facts
+            number = module.layer_idx
+            if number in found or number is None or number < 0:
+                raise ValueError(
+                    f"the attention modules of {self.model_type} do not belong to one layer each: "
+                    f"{name} serves several, so its heads cannot be gated one by one"
+                )
+            if number < len(self.layers) and self.layers[number].has_gates:
+                found[number] = (name, module)
+        missing = sorted(set(self.gated) - set(found))
+        if found and missing:
+            raise ValueError(
+                f"{self.model_type} has full attention in layers {ranges(self.gated)} by its "
+                f"config, but no attention module of its own in {ranges(missing)}: its heads "
+                "cannot be gated one by one"
+            )
+        return [found[number] for number in sorted(found)]
+
+    def describe(self) -> str:
+        """Say which layers are of which kind: ``full attention in layers 3, 7; ...``."""
+        by_kind: dict[str, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            by_kind.setdefault(layer.kind, []).append(number)
+        parts = [f"{kind} in layers {ranges(numbers)}" for kind, numbers in by_kind.items()]
+        return "; ".join(parts)
+
+
+def _kinds(text: Any) -> list[str]:
+    """Return the kind of each layer."""
+    named = getattr(text, "layer_types", None)
+    if named is None:
+        classes = [type(layer).__name__ for layer in own_layers(text)]
+        named = [_CACHED.get(name, name) for name in classes]
+        named += ["full_attention"] * (text.num_hidden_layers - len(named))
+    kinds = [_NAMED.get(name, name) for name in named]
+    if getattr(text, "kv_lora_rank", None) is not None:
+        kinds = [LATENT if kind == FULL else kind for kind in kinds]
+    for number in getattr(text, "cross_attention_layers", None) or []:
+        if number < len(kinds):
+            kinds[number] = CROSS
+    readers, owners = _sharing(text, named)
+    for number in readers:
+        kinds[number] = SHARED
+    for number in owners:  # others need all that it keeps; a sliding layer stays what it is anyway
+        if kinds[number] in (FULL, FULL_AND_LINEAR):
+            kinds[number] = SHARED
+    return kinds
+
+
+def _sharing(text: Any, named: list[str]) -> tuple[list[int], list[int]]:
+    """Return the layers that read the keys and values of earlier ones, and those earlier ones."""
+    modes = getattr(text, "kv_sharing_modes", None)
+    if modes is not None:
+        owners = [number for number, mode in enumerate(modes) if mode == "store"]
+        readers = [number for number, mode in enumerate(modes) if mode not in (None, "store")]
+        return readers, owners
+    first = len(named) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    owners = []
+    for kind in set(named[first:]):
+        owners += [number for number in range(first) if named[number] == kind][-1:]
+    return list(range(first, len(named))), owners
+
+
+def _sizes(config: Any) -> tuple[int, int]:
+    """Return the KV heads of a layer, and the size of one."""
+    query_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // query_heads
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers short: ``0-4, 6``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(parts)
