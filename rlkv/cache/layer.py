@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
@@ -260,6 +260,55 @@ class ReallocationLayer(CacheLayerMixin):
         for states in (query, key, value):
             parts.append(states.index_select(1, self.order).split(self.counts, 1))
         yield from zip(self.stores, *parts, strict=True)
+
+
+class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):
+    """KV of an attention, and the states of the linear layer next to it, which are always kept.
+
+    Args:
+        number_of_states: of the linear layer.
+    """
+
+    def __init__(
+        self,
+        full_heads: Tensor,
+        state: CacheState,
+        compressible: Callable[[list[int]], Store],
+        reserve: int,
+        number_of_states: int,
+    ) -> None:
+        ReallocationLayer.__init__(self, full_heads, state, compressible, reserve)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        """Allocate for keys and values, given by position, or for linear states, by name."""
+        if keys_and_values:
+            ReallocationLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def reset(self) -> None:
+        ReallocationLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def select_rows(self, rows: Tensor) -> None:
+        ReallocationLayer.select_rows(self, rows)
+        LinearAttentionLayer.reorder_cache(self, rows)
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + linear_states(self)
+
+    def used_nbytes(self) -> int:
+        return super().used_nbytes() + sum(state.nbytes for state in linear_states(self))
+
+    def full_nbytes(self) -> int:
+        return super().full_nbytes() + sum(state.nbytes for state in linear_states(self))
+
+
+def linear_states(layer: Any) -> list[Tensor]:
+    """Return the tensors that a linear layer of transformers' own cache holds."""
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
 
 
 @dataclass(eq=False)

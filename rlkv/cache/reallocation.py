@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
-from rlkv.cache.layer import ReallocationLayer
+from rlkv.cache.layer import LinearReallocationLayer, ReallocationLayer, linear_states
 from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
 from rlkv.cache.stores import RingStore, Store, grown_capacity, stack_rows
 from rlkv.eviction.base import EvictionPolicy
@@ -146,11 +152,10 @@ def full_cache(config: Any, limit: int | None = None) -> Cache:
 
 def _states(layer: Any) -> Iterator[Tensor]:
     """Yield the tensors of a layer of transformers' own cache: keys and values, linear states."""
-    if isinstance(layer, CacheLayerMixin):
-        held = [layer.keys, layer.values]
-    else:
-        held = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    yield from (state for state in held if state is not None)
+    if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
+        yield from (layer.keys, layer.values)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        yield from linear_states(layer)
 
 
 class HeadReallocationCache(Cache):
@@ -195,7 +200,8 @@ class HeadReallocationCache(Cache):
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept,
             ``held`` what is cached.
         stock_layers: makes transformers' own cache for the layers, by number, that are not changed
-            (sliding windows, linear layers).
+            (sliding windows, linear layers), and for those with a linear layer next to their
+            attention, of which the linear states are taken over.
         heads: how many of the heads of ``full`` each layer has; None: all.
         protect_prompt: compressible heads keep all tokens of the first call; a policy has an option
             of its own for it.
@@ -233,13 +239,16 @@ class HeadReallocationCache(Cache):
         self._layers: dict[int, ReallocationLayer] = {}
         layers: list[Any] = []
         for number, row in enumerate(self.full):
-            if number in self._stock:
-                layers.append(self._stock[number])
-                continue
             own = row if heads is None else row[: heads[number]]
             make_store = partial(self._compressible_store, number)
-            self._layers[number] = ReallocationLayer(own, self.state, make_store, reserve)
-            layers.append(self._layers[number])
+            arguments = (own, self.state, make_store, reserve)
+            stock = self._stock.get(number)
+            if stock is None:
+                self._layers[number] = ReallocationLayer(*arguments)
+            elif type(stock) is LinearAttentionAndFullAttentionLayer:
+                self._layers[number] = LinearReallocationLayer(*arguments, stock.number_of_states)
+                del self._stock[number]
+            layers.append(self._layers.get(number, stock))
         super().__init__(layers=layers)
 
     def _compressible_store(self, layer: int, heads: list[int]) -> Store:
@@ -319,9 +328,9 @@ class HeadReallocationCache(Cache):
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
-            if not isinstance(stock, CacheLayerMixin):
-                stock.reorder_cache(indices)
-            elif stock.is_initialized:
+            if isinstance(stock, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.reorder_cache(stock, indices)
+            if isinstance(stock, CacheLayerMixin) and stock.is_initialized:
                 stock.batch_select_indices(indices.to(stock.device))
         if state.padding is not None:
             state.padding = state.padding.select(indices).nonzero
@@ -331,7 +340,9 @@ class HeadReallocationCache(Cache):
     @property
     def can_join(self) -> bool:
         """Return whether rows of another cache can join: no layer is left as it is."""
-        return not self._stock
+        return not self._stock and not any(
+            isinstance(layer, LinearReallocationLayer) for layer in self._layers.values()
+        )
 
     def join(self, other: HeadReallocationCache, columns: int) -> None:
         """Append the rows of ``other``, which has read its prompts.
@@ -364,6 +375,6 @@ class HeadReallocationCache(Cache):
         for layer in self._layers.values():
             layer.reset()
         # transformers' own reset of a sliding layer keeps its length
-        self._stock = self._make_stock()
-        for number, stock in self._stock.items():
-            self.layers[number] = stock
+        fresh = self._make_stock()
+        for number in self._stock:
+            self._stock[number] = self.layers[number] = fresh[number]

@@ -67,13 +67,13 @@ class HeadGates:
             past.
         mean_alpha: mean of each gate over the training, which orders heads with equal gates; None:
             ``alpha``.
-        heads: how many gates each layer has, where not all layers have as many; 0 for layers
-            without full attention, in which alpha reads 1.  None: all of them.
         model: shape of the model that they were trained for; None if the file did not say.
         sink, window: tokens that the local attention saw in training.
         deploy_sink, deploy_window: tokens that a compressible head should keep when serving.
         deploy_protect_prompt: whether it should keep the whole prompt too.
         training: JSON-able summary of the training run.
+        heads: how many gates each layer has, where not all layers have as many; 0 for layers
+            without full attention, in which alpha reads 1.  None: all of them.
         source: where they were read from, for error messages; neither saved nor compared.
 
     Raises:
@@ -84,7 +84,6 @@ class HeadGates:
 
     alpha: Tensor
     mean_alpha: Tensor = None  # type: ignore[assignment]  # replaced in __post_init__
-    heads: tuple[int, ...] | None = None
     model: ModelShape | None = None
     sink: int = 128
     window: int = 256
@@ -92,6 +91,7 @@ class HeadGates:
     deploy_window: int = 64
     deploy_protect_prompt: bool = False
     training: dict[str, Any] = field(default_factory=dict)
+    heads: Sequence[int] | None = None
     source: str = "gates"
 
     def __post_init__(self) -> None:

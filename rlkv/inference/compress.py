@@ -29,9 +29,11 @@ from rlkv.models.layout import (
     CHUNKED,
     CROSS,
     FULL,
+    FULL_AND_LINEAR,
     LINEAR,
     NONE,
     SLIDING,
+    SLIDING_AND_LINEAR,
     Layout,
     own_layers,
     ranges,
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
-SERVED = frozenset({FULL, SLIDING, CHUNKED, LINEAR, NONE, CROSS})  # kinds of layers
+# kinds of layers
+SERVED = {FULL, FULL_AND_LINEAR, SLIDING, SLIDING_AND_LINEAR, CHUNKED, LINEAR, NONE, CROSS}
 _TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
 
 
@@ -91,6 +94,11 @@ def check_servable(model: Any) -> Layout:
             f"{layout.model_type} has {layout.describe()}: compress(...) serves models in which "
             "every layer has full, sliding-window or linear attention of its own, such as Llama, "
             "Qwen3 or Gemma 3"
+        )
+    if not model._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{layout.model_type} keeps its past in a cache class of its own: compress(...) serves "
+            "models that take transformers' DynamicCache"
         )
     layout.modules(model)
     return layout
@@ -386,7 +394,7 @@ def compress(
     allocation = resolve_allocation(base, gates, sparsity, scope)
     if eviction is not None:
         warn_without_rope(base)
-    stock = [number for number, layer in enumerate(layout.layers) if not layer.has_gates]
+    stock = [number for number, layer in enumerate(layout.layers) if layer.kind != FULL]
     stock_layers = partial(default_layers, base.config, stock)
     session = CompressedSession(allocation, settings, record, stock_layers)
     with ExitStack() as undo:
