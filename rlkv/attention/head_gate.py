@@ -126,6 +126,15 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
             )
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse an adapter's file whose gates are NaN or infinite."""
+        for name, tensor in state_dict.items():
+            if name.startswith(prefix) and not bool(tensor.isfinite().all()):
+                raise ValueError(
+                    f"{name} holds gates that are NaN or infinite: expected numbers in [0, 1]"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadGateLayer:
         """Follow the model to its device and to wider dtypes, never to bf16, where 0.999 is 1."""
 

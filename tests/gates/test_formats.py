@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,68 @@ def test_files_of_before_are_read_and_newer_ones_ask_for_an_upgrade(
     del content["deploy_protect_prompt"]
     torch.save(content, tmp_path / "old.pt")
     assert HeadGates.load(tmp_path / "old.pt") == make_gates(deploy_protect_prompt=False)
+    assert content["version"] == 1  # what older versions of rlkv read
+    assert "heads" not in content
     for name in ("gates.pt", "gates.safetensors", "adapter"):
         with monkeypatch.context() as patched:
-            patched.setattr(formats, "VERSION", 2)
-            make_gates().save(tmp_path / name)
-        with pytest.raises(ValueError, match="version 2"):
+            patched.setattr(formats, "VERSION", 3)
+            make_hybrid().save(tmp_path / name)
+        with pytest.raises(ValueError, match="version 3"):
             HeadGates.load(tmp_path / name)
+
+
+def make_hybrid() -> HeadGates:
+    """Gates of a model whose layers 1 and 3 alone have full attention, with 6 and 4 heads."""
+    heads = (0, 6, 0, 4)
+    gates = make_gates()
+    others = torch.arange(6) >= torch.tensor(heads)[:, None]
+    for matrix in (gates.alpha, gates.mean_alpha):
+        matrix[others] = 1
+    return replace(gates, heads=heads)
+
+
+@pytest.mark.parametrize("name", ["gates.pt", "gates.safetensors", "adapter"])
+def test_gates_of_some_layers_keep_their_numbers(tmp_path: Path, name: str) -> None:
+    gates = make_hybrid()
+    gates.save(tmp_path / name)
+    loaded = HeadGates.load(tmp_path / name)
+    assert loaded == gates
+    assert loaded.heads == (0, 6, 0, 4)
+    with pytest.raises(ValueError, match=r"\.tsv holds gates of every layer"):
+        gates.save(tmp_path / "gates.tsv")
+    assert not (tmp_path / "gates.tsv").exists()
+
+
+@pytest.mark.parametrize("heads", [[0, 6], [0, 7, 0, 4], [0, 6, -1, 4], ["x"] * 4, 5, [0, 0, 0, 4]])
+def test_numbers_of_gates_that_do_not_fit_are_refused(tmp_path: Path, heads: Any) -> None:
+    make_hybrid().save(tmp_path / "gates.pt")
+    content = torch.load(tmp_path / "gates.pt", weights_only=True)
+    torch.save(content | {"heads": heads}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=r"odd\.pt.*heads") as raised:
+        HeadGates.load(tmp_path / "odd.pt")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_an_adapter_names_and_what_it_holds(tmp_path: Path) -> None:
+    rows = {KEY.format(layer) + ".alpha": torch.rand(2) for layer in (1, 3)}
+    targets = {"num_layers": 5, "target_modules": ["model.layers.1.a", "model.layers.3.a"]}
+    folder = peft_folder(tmp_path / "adapter", rows, **targets)
+    gates = HeadGates.load(folder)
+    assert gates.heads == (0, 2, 0, 2, 0)
+    assert torch.equal(gates.alpha[3], rows[KEY.format(3) + ".alpha"])
+    assert bool((gates.alpha[[0, 2, 4]] == 1).all())
+    nan = rows | {KEY.format(1) + ".alpha": torch.tensor([0.5, float("nan")])}
+    for tensors, changed, message in (
+        (nan, {}, "NaN"),
+        (rows | {KEY.format(2) + ".alpha": torch.ones(2)}, {}, "each of the layers 1, 3"),
+        (rows, {"target_modules": ["model.layers.1.a"]}, "each of the layers 1"),
+        (rows, {"num_layers": 3}, "number of layers is 3"),
+        (rows, {"num_layers": 10**12}, "number of layers is 10"),
+        (rows, {"target_modules": None}, "every layer from 0"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            HeadGates.load(peft_folder(tmp_path / "odd", tensors, **(targets | changed)))
+        assert "\n" not in str(raised.value)
 
 
 def test_unknown_suffixes_and_hub_addresses_are_not_written(tmp_path: Path) -> None:
@@ -216,10 +273,10 @@ def test_headers_and_configs_that_are_nested_too_deeply(tmp_path: Path) -> None:
 # PEFT folders, the hub, published files
 
 
-def peft_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+def peft_folder(folder: Path, tensors: dict[str, torch.Tensor], **settings: Any) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    content = {"base_model_name_or_path": "owner/base", "sink": 4, "window": 16}
+    content = {"base_model_name_or_path": "owner/base", "sink": 4, "window": 16} | settings
     (folder / "adapter_config.json").write_text(json.dumps(content))
     return folder
 

@@ -76,11 +76,15 @@ class Family:
         kinds: of its layers; empty: full attention in all.
         settings: of the config, where the general sizes do not serve; None: as the config has it.
         model_type: as transformers names it, where the table has several lines for it.
+        gates: what the refusal of gates says; empty: they work.
+        serving: what ``rlkv.compress`` says; empty: it works.
     """
 
     kinds: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     model_type: str = ""
+    gates: str = ""
+    serving: str = ""
 
 
 def _layers(*kinds: str) -> dict[str, Any]:
@@ -93,12 +97,36 @@ def _layers(*kinds: str) -> dict[str, Any]:
 _LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 _CHOOSING = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 _THETA = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_REFORMER = {"attn_layers": ["local", "local"], "axial_pos_embds": False}
 _ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _GEMMA3N = {"num_kv_shared_layers": 2, "intermediate_size": [48] * 6, **_layers(*"sfsfsf")}
 _GEMMA3N |= {"activation_sparsity_pattern": [0.0] * 6}
 _GEMMA4 = {"num_kv_shared_layers": 2, **_layers(*"sfsfsf")}
+_GPT_NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 _QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 _QWEN4 |= {"indexer_compress_ratio": 4, "hc_lowrank": 8}
+
+_NO_HEADS = "no attention heads"
+_NO_FULL = "no layer with full attention"
+_NOT_GROUPED = "no layer with full attention over grouped heads"
+_OWN_CODE = "computes attention in its own code"
+_NOT_SET = "does not let its attention"
+_OWN_CACHE = "a cache class of its own"
+_TOUCHED = "compute with the keys and values that the cache returns"
+_LATENT_STATE = "multi-head latent attention.*8 numbers"
+_SEVERAL = "attention modules of .* do not belong to one layer each"
+_SPARSE = "layers of kind (qwen_sparse|indexed)_attention"
+_COMPRESSED = "layers of kind compressed_sparse_attention, heavily_compressed_attention"
+_SHARED = "keys and values shared with other layers in layers 3-5"
+
+
+def _latent(kinds: str, **settings: Any) -> Family:
+    return _refused(kinds, _LATENT_STATE, settings=_LATENT | settings)
+
+
+def _refused(kinds: str, sentence: str, serving: str = "", **line: Any) -> Family:
+    return Family(kinds, gates=sentence, serving=serving or sentence, **line)
+
 
 FAMILIES: dict[str, Family] = {
     # linear layers between full ones
@@ -107,10 +135,10 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(
         "lfl", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1}
     ),
-    "kimi_linear": Family("llllm", _LATENT | {"num_experts_per_tok": 2, "num_experts": 4}),
+    "kimi_linear": _latent("llllm", num_experts_per_tok=2, num_experts=4),
     "lfm2": Family("lfl", _layers(*"cfc")),
     "lfm2_moe": Family("lfl", _layers(*"cfc")),
-    "minimax": Family("fl"),
+    "minimax": Family("fl", serving=_OWN_CACHE),
     "nemotron_h": Family("l-f-"),
     "olmo_hybrid": Family("lllf"),
     "qwen3_5": Family("lllf"),
@@ -118,13 +146,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("lllf"),
     "qwen3_5_moe_text": Family("lllf"),
     "qwen3_next": Family("lllf"),
-    "qwen4_exp": Family("lllx", {"text_config": _QWEN4}),
-    "qwen4_exp_text": Family("lllx", _QWEN4),
+    "qwen4_exp": _refused("lllx", _SPARSE, settings={"text_config": _QWEN4}),
+    "qwen4_exp_text": _refused("lllx", _SPARSE, settings=_QWEN4),
     # a linear layer next to attention
     "falcon_h1": Family("hh"),
-    "inkling_text": Family("sssssh"),
-    "zamba": Family("lhlh", _ZAMBA),
-    "zamba2": Family("lhlh", _ZAMBA | {"num_mem_blocks": 1}),
+    "inkling_text": _refused("sssssh", "position_bias"),
+    "zamba": _refused("lhlh", _SEVERAL, settings=_ZAMBA),
+    "zamba2": _refused("lhlh", _SEVERAL, settings=_ZAMBA | {"num_mem_blocks": 1}),
     "zaya": Family("hh", {"num_experts_per_tok": 1}),
     # sliding windows between full layers
     "afmoe": Family("sssf"),
@@ -133,55 +161,78 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family("fs"),
     "exaone4": Family("sssf"),
     "exaone_moe": Family("sssf"),
-    "gemma2": Family("sf"),
+    "gemma2": _refused("sf", "softcap"),
     "gemma3": Family("sssssf"),
     "gemma3_text": Family("sssssf"),
-    "gemma3n_text": Family("sfsrrr", _GEMMA3N),
+    "gemma3n_text": Family("sfsrrr", _GEMMA3N, serving=_SHARED),
     "gemma4": Family("sssssf"),
     "gemma4_text": Family("sssssf"),
-    "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text"),
-    "gemma4_unified": Family("sssssf"),
+    "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text", serving=_SHARED),
+    "gemma4_unified": _refused("sssssf", "image or prefix masks", "with images"),
     "gemma4_unified_text": Family("sssssf"),
-    "gpt_oss": Family("sf"),
-    "granite_swa": Family("fs"),
-    "granitemoe_swa": Family("fs"),
+    "gpt_oss": _refused("sf", "s_aux"),
+    "granite_swa": _refused("fs", "s_aux"),
+    "granitemoe_swa": _refused("fs", "s_aux"),
     "laguna": Family("sf", _layers(*"sf")),
     "llama4": Family("cccf"),
     "llama4_text": Family("cccf"),
     "mellum": Family("sf", _layers(*"sf")),
-    "mimo_v2_flash": Family("fs"),
+    "mimo_v2_flash": _refused("fs", "s_aux"),
     "ministral": Family("fsss", _layers(*"fsss")),
-    "modernbert-decoder": Family("fs"),
+    "modernbert-decoder": Family("fs", gates=_NOT_GROUPED),
     "olmo3": Family("sssf"),
     "qwen2_sliding": Family("fs", _layers(*"fs") | {"use_sliding_window": True}, "qwen2"),
     "smollm3": Family("ffff", {"num_hidden_layers": 4}),
-    "vaultgemma": Family("sf"),
+    "vaultgemma": _refused("sf", "softcap"),
     "mistral": Family("ff", {"sliding_window": None}),
-    "mistral_sliding": Family("ss", model_type="mistral"),
+    "mistral_sliding": _refused("ss", _NO_FULL, model_type="mistral"),
     # multi-head latent attention
-    "axk1": Family("mm", _LATENT),
-    "axk2": Family("xx", _LATENT),
-    "deepseek_v2": Family("mm", _LATENT | {"num_experts_per_tok": 2}),
-    "deepseek_v3": Family("mm", _LATENT),
-    "deepseek_v32": Family("xx", _LATENT),
-    "deepseek_v4": Family("xxx"),
-    "glm4_moe_lite": Family("mm", _LATENT),
-    "glm_moe_dsa": Family("xx", _LATENT),
-    "hy_v4": Family("xx", _LATENT),
-    "longcat_flash": Family("mm", _LATENT),
-    "minicpm3": Family("mm", _LATENT),
-    "youtu": Family("mm", _LATENT),
+    "axk1": _latent("mm"),
+    "axk2": _latent("xx"),
+    "deepseek_v2": _latent("mm", num_experts_per_tok=2),
+    "deepseek_v3": _latent("mm"),
+    "deepseek_v32": _latent("xx"),
+    "deepseek_v4": _refused("xxx", _COMPRESSED),
+    "glm4_moe_lite": _latent("mm"),
+    "glm_moe_dsa": _latent("xx"),
+    "hy_v4": _latent("xx"),
+    "longcat_flash": _latent("mm"),
+    "minicpm3": _latent("mm"),
+    "youtu": _latent("mm"),
     # what else needs settings of its own
     "cohere_compass_text": Family("ff", {"rope_parameters": {"full_attention": _THETA}}),
     "dbrx": Family("ff", {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}}),
     "dots1": Family("ff", _CHOOSING | {"n_routed_experts": 4, "n_shared_experts": 1}),
-    "gpt_neo": Family("fs", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
-    "mamba2": Family("ll", {"num_heads": 4, "head_dim": 16}),
+    "gpt_neo": _refused("fs", _OWN_CODE, _NOT_SET, settings=_GPT_NEO),
+    "mamba2": _refused("ll", _NO_HEADS, settings={"num_heads": 4, "head_dim": 16}),
     "nemotron": Family("ff", {"num_key_value_heads": 2}),
-    "recurrent_gemma": Family("lls", {"num_hidden_layers": 3}),
-    "reformer": Family("xx", {"attn_layers": ["local", "local"], "axial_pos_embds": False}),
-    "xlstm": Family("ll", {"hidden_size": 128, "chunk_size": 16}),
-    "xmod": Family("ff", {"default_language": "en_XX"}),
+    "recurrent_gemma": _refused("lls", _NO_FULL, settings={"num_hidden_layers": 3}),
+    "reformer": _refused("xx", _OWN_CODE, _OWN_CACHE, settings=_REFORMER),
+    "xlstm": _refused("ll", _NO_HEADS, settings={"hidden_size": 128, "chunk_size": 16}),
+    "xmod": Family("ff", {"default_language": "en_XX"}, gates=_NOT_GROUPED),
+    # attention of another form, or in other code
+    "bloom": _refused("ff", _OWN_CODE, _NOT_SET),
+    "diffllama": Family("ff", serving=_TOUCHED),
+    "doge": _refused("ff", "compute with the attention mask", _TOUCHED),
+    "falcon": _refused("ff", _OWN_CODE, _NOT_SET),
+    "got_ocr2": _refused("ff", _NOT_SET),
+    "gpt2": Family("ff", gates=_NOT_GROUPED),
+    "gpt_bigcode": Family("ff", {"num_key_value_heads": 1}),
+    "gpt_neox": Family("ff", gates=_NOT_GROUPED),
+    "hrm_text": _refused("ff", _SEVERAL),
+    "jetmoe": _refused("ff", "4 KV heads, but gates for 2", _TOUCHED),
+    "mamba": _refused("ll", _NO_HEADS),
+    "moshi": _refused("ss", _NOT_GROUPED, _NO_FULL),
+    "opt": Family("ff", gates=_NOT_GROUPED),
+    "rwkv": _refused("ll", _NO_HEADS),
+    "xlnet": _refused("ff", _OWN_CODE, _OWN_CACHE),
+    # full attention in every layer
+    "glm": Family("ff"),
+    "llama": Family("ff"),
+    "ministral3": Family("ff"),
+    "phi3": Family("ff"),
+    "qwen3": Family("ff"),
+    "qwen3_moe": Family("ff"),
 }
 
 

@@ -320,12 +320,16 @@ def test_sliding_layers_are_left_alone() -> None:
     model = Gemma3ForCausalLM(config).eval()
     ids = prompt(2, 20)
     stock = model.generate(ids, **GREEDY)
-    with (
-        pytest.warns(UserWarning, match="layers 0, 2 have sliding windows and are not changed"),
-        rlkv.compress(model, eviction=RKV(budget=100)) as session,
-    ):
+    with rlkv.compress(model, eviction=RKV(budget=100)) as session:
         assert torch.equal(model.generate(ids, **GREEDY), stock)
     assert session.allocation.full.tolist() == [[True] * 4, [False] * 4] * 2
+    assert session.allocation.sparsity == 1
+    nowhere = HeadAllocation(torch.zeros(4, 4) > 0)
+    with (
+        pytest.warns(UserWarning, match="layers 0, 2 have no full attention and are not changed"),
+        rlkv.compress(model, nowhere) as session,
+    ):
+        assert session.allocation == HeadAllocation(session.allocation.full, (0, 4, 0, 4))
     with rlkv.compress(model, eviction=TOVA(budget=10), record=True) as session, torch.no_grad():
         model.generate(ids, **GREEDY)
         cache = session.cache
@@ -335,9 +339,11 @@ def test_sliding_layers_are_left_alone() -> None:
         expected = model(ids, past_key_values=session.new_cache()).logits
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
-    gates = HeadGates(torch.rand(4, 4))
+    gates = HeadGates(torch.rand(4, 4))  # of a model with full attention everywhere
     with (
-        pytest.raises(ValueError, match=r"sliding windows.*HeadAllocation"),
+        pytest.raises(
+            ValueError, match=r"for layers 0-3 \(4 KV heads\).* full attention in 1, 3 \("
+        ),
         rlkv.compress(model, gates, 0.5),
     ):
         pass
