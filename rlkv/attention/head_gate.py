@@ -188,8 +188,10 @@ def full_attention_modules(model: Any) -> list[tuple[str, nn.Module]]:
     """Return ``(name, attention module)`` of every layer that can have gates, in order.
 
     Raises:
-        ValueError: for layers of an unknown kind, and modules that serve several layers.
+        ValueError: for multi-head latent attention, layers of an unknown kind, and modules that
+            serve several layers.
     """
+    refuse_latent_attention(model)
     layout = Layout.from_config(model.config)
     layout.check()
     return layout.modules(model)
@@ -217,7 +219,6 @@ class HeadGateModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  (peft reads it off the class)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
-        refuse_latent_attention(self.model)
         model = cast(Any, self.model)
         layers = Layout.from_config(model.config).layers
         self._heads = {}

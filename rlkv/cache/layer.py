@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -262,7 +262,7 @@ class ReallocationLayer(CacheLayerMixin):
         yield from zip(self.stores, *parts, strict=True)
 
 
-class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):
+class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):  # type: ignore[misc]
     """KV of an attention, and the states of the linear layer next to it, which are always kept.
 
     Args:
@@ -280,7 +280,9 @@ class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):
         ReallocationLayer.__init__(self, full_heads, state, compressible, reserve)
         LinearAttentionLayer.__init__(self, number_of_states)
 
-    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+    def lazy_initialization(  # type: ignore[override]
+        self, *keys_and_values: Tensor, **states: Any
+    ) -> None:
         """Allocate for keys and values, given by position, or for linear states, by name."""
         if keys_and_values:
             ReallocationLayer.lazy_initialization(self, *keys_and_values)
@@ -293,7 +295,7 @@ class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):
 
     def select_rows(self, rows: Tensor) -> None:
         ReallocationLayer.select_rows(self, rows)
-        LinearAttentionLayer.reorder_cache(self, rows)
+        LinearAttentionLayer.reorder_cache(self, cast(torch.LongTensor, rows))
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + linear_states(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,12 +150,14 @@ def full_cache(config: Any, limit: int | None = None) -> Cache:
     return GrowingCache(layers=[GrowingLayer(limit) for _ in layers])
 
 
-def _states(layer: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a layer of transformers' own cache: keys and values, linear states."""
-    if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
-        yield from (layer.keys, layer.values)
+def _states(layer: Any) -> list[Tensor]:
+    """Return the tensors of a layer of transformers' own cache: keys and values, linear states."""
+    states = []
+    if isinstance(layer, CacheLayerMixin):
+        states = [state for state in (layer.keys, layer.values) if state is not None]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        yield from linear_states(layer)
+        states += linear_states(layer)
+    return states
 
 
 class HeadReallocationCache(Cache):
@@ -328,10 +330,9 @@ class HeadReallocationCache(Cache):
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
-            if isinstance(stock, LinearAttentionCacheLayerMixin):
-                LinearAttentionCacheLayerMixin.reorder_cache(stock, indices)
-            if isinstance(stock, CacheLayerMixin) and stock.is_initialized:
-                stock.batch_select_indices(indices.to(stock.device))
+            if _states(stock):
+                # selects any rows; layers with states beside keys and values have no other way
+                stock.reorder_cache(indices)
         if state.padding is not None:
             state.padding = state.padding.select(indices).nonzero
         if state.row_counts is not None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlkv.models.layout import gated_places
+
 if TYPE_CHECKING:
     from rlkv.gates.head_gates import HeadGates
 
@@ -33,13 +35,6 @@ def num_full_heads(sparsity: float, total: int) -> int:
             "compressible"
         )
     return math.floor((1 - Fraction(str(float(sparsity)))) * total + Fraction(1, 2))
-
-
-def gated_places(heads: Sequence[int] | None, num_layers: int, num_kv_heads: int) -> Tensor:
-    """Return where there are gates: bool ``[L, H]``, the first ``heads[layer]`` of a layer."""
-    if heads is None:
-        return torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
-    return torch.arange(num_kv_heads) < torch.tensor(heads)[:, None]
 
 
 def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
@@ -77,7 +72,7 @@ class HeadAllocation:
     """
 
     full: Tensor
-    heads: tuple[int, ...] | None = None
+    heads: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         full = self.full
@@ -181,7 +176,7 @@ class HeadAllocation:
                 f"sparsity {sparsity} makes {compressible} of {total} heads compressible, but the "
                 f"order names only {len(seen)}"
             )
-        return cls(full, None if heads is None else tuple(heads))
+        return cls(full, heads)
 
     @classmethod
     def random(
@@ -237,8 +232,9 @@ class HeadAllocation:
         )
 
     def __eq__(self, other: object) -> bool:
-        is_same = isinstance(other, HeadAllocation) and self.heads == other.heads
-        return is_same and torch.equal(self.full, other.full)
+        if not isinstance(other, HeadAllocation):
+            return False
+        return self.heads == other.heads and torch.equal(self.full, other.full)
 
     def __hash__(self) -> int:
         return hash((tuple(self.full.shape), tuple(self.full.flatten().tolist())))

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkv.gates.allocation import gated_places
 from rlkv.gates.formats import read_gates, write_gates
-from rlkv.models.layout import Layout, ranges
+from rlkv.models.layout import Layout, gated_places, ranges
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.gates.allocation import HeadAllocation, gated_places
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import (
     CHUNKED,
@@ -35,6 +35,7 @@ from rlkv.models.layout import (
     SLIDING,
     SLIDING_AND_LINEAR,
     Layout,
+    gated_places,
     own_layers,
     ranges,
 )

@@ -6,9 +6,12 @@ also next to a linear layer.  All other layers stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 FULL = "full attention"
 FULL_AND_LINEAR = "full attention and a linear layer"
@@ -189,6 +192,13 @@ def _sizes(config: Any) -> tuple[int, int]:
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // query_heads
+
+
+def gated_places(heads: Sequence[int] | None, num_layers: int, num_kv_heads: int) -> Tensor:
+    """Return where there are gates: bool ``[L, H]``, the first ``heads[layer]`` of a layer."""
+    if heads is None:
+        return torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
+    return torch.arange(num_kv_heads) < torch.tensor(heads)[:, None]
 
 
 def ranges(numbers: Iterable[int]) -> str:
