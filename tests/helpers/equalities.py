@@ -185,6 +185,10 @@ def sparsity_zero(case: Case) -> None:
             found = case.model.generate(**inputs, **GREEDY)
         assert torch.equal(found.sequences, expected.sequences), "tokens differ"
         close(torch.stack(found.logits), torch.stack(expected.logits), "logits")
+    beams = {"num_beams": 2, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    expected = case.model.generate(**inputs, **beams)
+    with rlkv.compress(case.model, gates, sparsity=0.0):
+        assert torch.equal(case.model.generate(**inputs, **beams), expected), "beams differ"
 
 
 def _random_gates(case: Case) -> HeadGates:
