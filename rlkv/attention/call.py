@@ -196,7 +196,7 @@ class MixedCall(Unread):
     q_offset: Any
     padding_BK: Tensor | None
     causal: bool
-    make_stock_mask: Callable[[], Tensor | None]
+    make_stock_mask: Callable[..., Tensor | None]
     what: ClassVar[str] = "attention mask"
     _made: dict[Any, Any] = field(default_factory=dict)
 
@@ -209,6 +209,16 @@ class MixedCall(Unread):
     def stock_mask(self) -> Tensor | None:
         """Return the mask of ``sdpa``: bool ``[B, 1, Q, K]``, or None for plain causal."""
         return self.once("stock", self.make_stock_mask)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part of the mask of ``sdpa``, bool ``[B, 1, Q, K]``.
+
+        Layers that read the keys of others (Gemma 4) ask for the last queries alone.  They have no
+        gate: a gated layer refuses such a mask.
+        """
+        mask = self.make_stock_mask(allow_is_causal_skip=False)
+        assert mask is not None
+        return mask[index]
 
     def rows(self, device: torch.device) -> Rows:
         """Return where each row's real tokens lie, on ``device``."""

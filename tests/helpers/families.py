@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from tests.helpers.paths import ROOT
+
+PAGE = ROOT / "docs" / "models.md"
 # what configs call their sizes; a family gets those that its own config has
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -236,6 +239,30 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# the refusals in words
+SAID = {
+    _COMPRESSED: "unknown kind of layer",
+    _LATENT_STATE: "multi-head latent attention",
+    _NOT_GROUPED: "no layer with full attention over grouped heads",
+    _NOT_SET: "attention in its own code",
+    _NO_FULL: "no layer with full attention",
+    _NO_HEADS: "no attention",
+    _OWN_CACHE: "a cache class of its own",
+    _OWN_CODE: "attention in its own code",
+    _SEVERAL: "an attention module serves several layers",
+    _SHARED: "layers share keys and values",
+    _SPARSE: "unknown kind of layer",
+    _TOUCHED: "modules compute with the cached states",
+    "4 KV heads, but gates for 2": "other KV heads than its config says",
+    "compute with the attention mask": "modules compute with the mask",
+    "image or prefix masks": "image or prefix masks",
+    "position_bias": "position biases",
+    "s_aux": "learned sinks",
+    "softcap": "soft-capped logits",
+    "with images": "image or prefix masks",
+}
+
+
 def make_config(family: str) -> Any:
     """Make the config of a family of the table, or of a model type with the general sizes."""
     line = FAMILIES.get(family, Family())
@@ -282,3 +309,19 @@ def make_family(family: str) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.nan_to_num_().add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def table() -> str:
+    """Return the table of ``docs/models.md``."""
+    rows = ["| family | layers | gates | `rlkv.compress` |", "|---|---|---|---|"]
+    for name, line in FAMILIES.items():
+        outcomes = []
+        for sentence in (line.gates, line.serving):
+            outcomes.append(f"refused: {SAID[sentence]}" if sentence else "yes")
+        rows.append(f"| `{name}` | `{line.kinds}` | {' | '.join(outcomes)} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    before, _, _ = PAGE.read_text().partition("| family |")
+    PAGE.write_text(before + table())

@@ -12,6 +12,7 @@ from rlkv import HeadAllocation, HeadGates
 from rlkv.models import layout
 from rlkv.models.layout import Layout, ranges
 from rlkv.models.shape import ModelShape
+from tests.helpers import families
 from tests.helpers.families import FAMILIES, make_config, make_family
 
 LETTERS = {
@@ -122,3 +123,8 @@ def test_sparsity_counts_heads_that_can_be_compressed() -> None:
         HeadAllocation.from_order([(0, 1)], 6, 4, 0.5, gates.heads)
     with pytest.raises(ValueError, match="without full attention"):
         HeadAllocation(torch.zeros(6, 4) > 0, gates.heads)
+
+
+def test_the_page_of_models_shows_the_table() -> None:
+    """It is written by ``python -m tests.helpers.families``."""
+    assert families.PAGE.read_text().endswith("\n\n" + families.table())
