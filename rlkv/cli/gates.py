@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from scipy.stats import spearmanr
 from tyro.conf import Positional, arg
 
 from rlkv.cli.app import parse_command, run_app
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import ranges
 from rlkv.utils.files import check_new
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
@@ -124,9 +126,12 @@ class Inspect:
         _print_summary(loaded)
         print(f"\n{'':25}full heads at sparsity")
         print("layer   mean  at 0  at 1  " + "".join(f"{s:5g} " for s in choices) + "  gates")
-        for layer, row in enumerate(loaded.alpha):
+        for layer in loaded.layers:
+            own = loaded.gated[layer]
+            row = loaded.alpha[layer, own]
             extremes = f"{int((row == 0).sum()):4d}  {int((row == 1).sum()):4d}"
-            counts = "".join(f"{int(choice.full[layer].sum()):5d} " for choice in choices.values())
+            full = [int(choice.full[layer, own].sum()) for choice in choices.values()]
+            counts = "".join(f"{count:5d} " for count in full)
             print(
                 f"{layer:5d}  {row.mean():.3f}  {extremes}  {counts}  "
                 f"{' '.join(f'{value:.2f}' for value in row)}"
@@ -172,8 +177,7 @@ class Convert(_Writes):
                 "a .tsv holds the gates alone: mean gates, model, sizes and training summary are "
                 "not in it"
             )
-        heads = f"{loaded.num_layers} layers x {loaded.num_kv_heads} KV heads"
-        print(f"{self.out}: {heads}, from {self.gates}")
+        print(f"{self.out}: {_heads_of(loaded)}, from {self.gates}")
 
 
 @dataclass(frozen=True)
@@ -217,21 +221,22 @@ class Diff:
     def run(self) -> None:
         first = HeadGates.load(self.a)
         second = HeadGates.load(self.b)
-        if first.alpha.shape != second.alpha.shape:
-            sizes = [f"{gates.num_layers} x {gates.num_kv_heads}" for gates in (first, second)]
+        if not torch.equal(first.gated, second.gated):
+            sizes = [_heads_of(gates) for gates in (first, second)]
             raise ValueError(
-                f"cannot compare {self.a} ({sizes[0]} heads) with {self.b} ({sizes[1]}): they "
+                f"cannot compare {self.a} ({sizes[0]}) with {self.b} ({sizes[1]}): they "
                 "belong to different models"
             )
         change = second.alpha - first.alpha
         print(f"Spearman correlation  {_correlation(first, second)}")
-        absolute = change.abs().mean()
-        print(f"mean change           {change.mean():+.4f}, mean absolute change {absolute:.4f}")
+        own = change[first.gated]
+        absolute = own.abs().mean()
+        print(f"mean change           {own.mean():+.4f}, mean absolute change {absolute:.4f}")
         print("full heads in common  (two random draws would share 1 - sparsity)")
         for sparsity in SPARSITIES:
             mine = HeadAllocation.from_gates(first, sparsity)
             other = HeadAllocation.from_gates(second, sparsity)
-            common = int((mine.full & other.full).sum())
+            common = int((mine.full & other.full & mine.gated).sum())
             share = mine.overlap(other)
             print(f"  sparsity {sparsity:g}: {share:.3f}  ({common} of {mine.num_full})")
         largest = change.abs().flatten().sort(descending=True, stable=True).indices[: self.changes]
@@ -247,17 +252,24 @@ class Diff:
 
 def _correlation(first: HeadGates, second: HeadGates) -> str:
     """Return Spearman's rank correlation, which is not defined for constant gates."""
-    for name, gates in (("A", first), ("B", second)):
-        if gates.alpha.unique().numel() == 1:
-            return f"not defined, since all gates of {name} are {gates.alpha[0, 0]:g}"
-    return f"{spearmanr(first.alpha.flatten(), second.alpha.flatten()).statistic:.4f}"
+    values = [gates.alpha[gates.gated] for gates in (first, second)]
+    for name, alpha in zip("AB", values, strict=True):
+        if alpha.unique().numel() == 1:
+            return f"not defined, since all gates of {name} are {alpha[0]:g}"
+    return f"{spearmanr(*values).statistic:.4f}"
+
+
+def _heads_of(gates: HeadGates) -> str:
+    """Say how many heads have gates, and in which layers, if not in all."""
+    heads = f"{gates.num_layers} layers x {gates.num_kv_heads} KV heads"
+    return heads if gates.heads is None else f"{heads}, gates in layers {ranges(gates.layers)}"
 
 
 def _print_summary(gates: HeadGates) -> None:
-    alpha = gates.alpha
+    alpha = gates.alpha[gates.gated]
     model = gates.model
     print(f"model     {model.model_id if model else 'not named in the file'}")
-    heads = f"{gates.num_layers} layers x {gates.num_kv_heads} KV heads"
+    heads = _heads_of(gates)
     if model and model.num_query_heads:
         heads += f", {model.num_query_heads} query heads of {model.head_dim}, {model.model_type}"
     print(f"shape     {heads}")

@@ -160,6 +160,11 @@ class HeadGates:
         return gated_places(self.heads, *self.alpha.shape)
 
     @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers with gates."""
+        return self.gated.any(dim=1).nonzero().flatten().tolist()
+
+    @property
     def num_layers(self) -> int:
         return self.alpha.shape[0]
 

@@ -616,6 +616,8 @@ class RunFolder:
                 found = {name.removeprefix(HELD_OUT): record[name] for name in names}
                 gates.training[share.HELD_OUT] = found
         for name in GATES_FILES:
+            if name.endswith(".tsv") and gates.heads is not None:
+                continue  # it has no place for layers without gates
             gates.save(self.path / name)
         plot_gates(gates, self.path / "heat_map.png")
         plot_histogram(gates, self.path / "histogram.png")

@@ -148,6 +148,15 @@ def test_a_copy_of_a_gated_model_works_on_its_own() -> None:
     assert not torch.equal(logits(twin), logits(model))
 
 
+def test_an_adapter_with_a_nan_is_refused(tmp_path: Path) -> None:
+    model = gated()
+    gate_parameters(model)[1][1].data[2] = float("nan")
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(ValueError, match=r"layers\.1\..*NaN") as raised:
+        PeftModel.from_pretrained(make_tiny_model("llama"), tmp_path)
+    assert "\n" not in str(raised.value)
+
+
 def test_layers_with_a_sliding_window_are_left_alone() -> None:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 8}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}

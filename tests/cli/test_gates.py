@@ -159,6 +159,35 @@ def test_constant_gates_have_no_ranking(tmp_path: Path, capsys: pytest.CaptureFi
     assert shown.err == ""
 
 
+def test_gates_of_some_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hybrid: layers 1 and 3 alone have full attention, with 2 heads and 1."""
+    alpha = torch.ones(4, 2)
+    alpha[1] = torch.tensor([0.25, 0.5])
+    alpha[3, 0] = 0.0
+    file = tmp_path / "gates.pt"
+    HeadGates(alpha, heads=(0, 2, 0, 1)).save(file)
+    assert run("inspect", file, "--sparsities", 0.34) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "shape     4 layers x 2 KV heads, gates in layers 1, 3" in lines
+    assert any("mean 0.250; 33.3% at 0" in line for line in lines)
+    table = [
+        line.split() for line in lines if line.startswith("    ") and line.split()[0] in "0123"
+    ]
+    assert table == [
+        ["1", "0.375", "0", "0", "2", "0.25", "0.50"],
+        ["3", "0.000", "1", "0", "0", "0.00"],
+    ]
+    assert "  0.34: 2 full, 1 compressible, actual 0.3333" in lines
+    assert run("plot", file, tmp_path / "map.png") == 0
+    assert run("convert", file, tmp_path / "gates.tsv") == 2
+    assert "some layers of this model have none" in capsys.readouterr().err
+    HeadGates(alpha).save(tmp_path / "dense.pt")
+    assert run("diff", file, file) == 0
+    assert "Spearman correlation  1.0000" in capsys.readouterr().out
+    assert run("diff", file, tmp_path / "dense.pt") == 2
+    assert "gates in layers 1, 3" in capsys.readouterr().err
+
+
 def test_published_gates(capsys: pytest.CaptureFixture[str]) -> None:
     pair = [PUBLISHED_GATES / method / "Qwen-2.5-7B-R1" for method in ("rlkv", "duo_attn")]
     assert run("inspect", pair[0]) == 0
