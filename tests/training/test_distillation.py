@@ -11,8 +11,9 @@ import pytest
 import torch
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import Olmo3Config, Olmo3ForCausalLM, PreTrainedTokenizerFast
 
+import rlkv
 from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.cli.train import parse_distill_config
 from rlkv.data.recall import MarkedText
@@ -28,7 +29,7 @@ from rlkv.training.distillation import (
 )
 from rlkv.training.solutions import TraceLoss, check_head
 from rlkv.utils.files import read_log
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 
 def random_samples(number: int, seed: int = 0) -> list[MarkedText]:
@@ -319,3 +320,34 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         DistillSettings(**options)
+
+
+def test_a_hybrid_trains_and_exports_the_gates_of_its_full_layers(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Olmo3Config(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        layer_types=kinds,
+        max_position_embeddings=512,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = Olmo3ForCausalLM(config).eval()
+    settings = parse_distill_config([*OPTIONS.split(), "--output-dir", str(tmp_path)])
+    gates = distill_gates(settings, model, tokenizer)
+    assert gates.heads == (0, 2, 0, 2)
+    assert bool((gates.alpha[[0, 2]] == 1).all())
+    assert bool((gates.alpha[[1, 3]] < 1).any())
+    final = gates.training["final"]["gates/mean"]
+    assert final == pytest.approx(gates.alpha[gates.gated].mean().item())
+    assert read_log(tmp_path / "log.jsonl")[-1]["gates/mean"] == pytest.approx(final)
+    assert not list(tmp_path.glob("*.tsv"))
+    for name in ("gates.pt", "gates.safetensors", "adapter"):
+        assert HeadGates.load(tmp_path / name) == gates
+    with rlkv.compress(model, tmp_path, sparsity=0.5) as session:
+        model.generate(torch.randint(3, 20, (1, 30)), max_new_tokens=4, do_sample=False)
+        assert session.allocation.num_compressible == 2
