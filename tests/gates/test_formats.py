@@ -111,6 +111,19 @@ def test_numbers_of_gates_that_do_not_fit_are_refused(tmp_path: Path, heads: Any
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("value", "message"), [(float("nan"), "NaN"), (0.3, "there is no gate")])
+def test_a_number_where_there_is_no_gate_is_refused(
+    tmp_path: Path, value: float, message: str
+) -> None:
+    make_hybrid().save(tmp_path / "gates.pt")
+    content = torch.load(tmp_path / "gates.pt", weights_only=True)
+    content["alpha"][0, 2] = value
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=rf"odd\.pt.*{message}") as raised:
+        HeadGates.load(tmp_path / "odd.pt")
+    assert "\n" not in str(raised.value)
+
+
 def test_what_an_adapter_names_and_what_it_holds(tmp_path: Path) -> None:
     rows = {KEY.format(layer) + ".alpha": torch.rand(2) for layer in (1, 3)}
     targets = {"num_layers": 5, "target_modules": ["model.layers.1.a", "model.layers.3.a"]}

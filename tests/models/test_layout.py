@@ -51,11 +51,9 @@ def test_layers_of_every_family(family: str) -> None:
 
 def test_sizes_are_those_of_the_layers_with_gates() -> None:
     """In Gemma 4 they differ from those of sliding layers."""
-    wide = {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    default = make_config("gemma4_text").to_dict()
-    kept = {name: default[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
-    kept |= {"num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 6}
-    config = CONFIG_MAPPING["gemma4_text"](**kept, **wide)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    heads |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=6, **heads)
     found = Layout.from_config(config)
     sizes = [(layer.kv_heads, layer.head_dim) for layer in found.layers]
     assert sizes == [(2, 8)] * 5 + [(1, 16)]
