@@ -191,6 +191,24 @@ def sparsity_zero(case: Case) -> None:
         assert torch.equal(case.model.generate(**inputs, **beams), expected), "beams differ"
 
 
+def two_turns(case: Case) -> None:
+    """Continue a text with a question of several tokens, on the cache of the first turn."""
+
+    def read() -> tuple[Tensor, Tensor]:
+        first = case.model.generate(case.ids, **GREEDY)
+        text = torch.cat([first.sequences, case.ids], dim=1)
+        mask = torch.ones_like(text)
+        cache = first.past_key_values
+        out = case.model.generate(text, attention_mask=mask, past_key_values=cache, **GREEDY)
+        return out.sequences, torch.stack(out.logits)
+
+    tokens, logits = read()
+    with rlkv.compress(case.model, _random_gates(case), sparsity=0.0):
+        found, found_logits = read()
+    assert torch.equal(found, tokens), "tokens of the second turn differ"
+    close(found_logits, logits, "logits of the second turn")
+
+
 def _random_gates(case: Case) -> HeadGates:
     """Return gates as our own adapter saves them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -243,6 +261,7 @@ CHECKS = {
     "saved": saved_and_loaded,
     "sparsity 0": sparsity_zero,
     "reallocated": reallocated,
+    "turns": two_turns,
 }
 
 
