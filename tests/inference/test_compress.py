@@ -430,7 +430,7 @@ def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> No
         with (
             rlkv.compress(llama, MIXED, **options),
             pytest.raises(
-                ValueError, match=r"(cache|past_key_values) comes from.*allocation.*protect_prompt"
+                ValueError, match=r"comes from a compress.*allocation.*protect_prompt"
             ),
         ):
             llama.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
