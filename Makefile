@@ -97,7 +97,7 @@ $(NEWEST)/.installed: pyproject.toml constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt setuptools wheel
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt \
-		-e ".[train,dev]" transformers==5.23.0
+		-e ".[train,dev]" transformers==5.24.0
 	touch $@
 
 test-newest: $(NEWEST)/.installed

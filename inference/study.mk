@@ -38,10 +38,10 @@ demo: SPARSITIES := $(call size,0.2 0.4 0.5 0.6 0.8,0.5)
 demo: HELD_OUT := $(call size,100,20)
 demo: DRAWS := $(call size,5,2)
 else ifeq ($(MODEL),qwen_coder)
-FILTERED := $(call size,160,16)
-DISTILL_STEPS := $(call size,24,2)
-HELD_OUT := $(call size,48,4)
-TRACES := $(call size,32,4)
+FILTERED := $(call size,112,16)
+DISTILL_STEPS := $(call size,20,2)
+HELD_OUT := $(call size,40,4)
+TRACES := $(call size,24,4)
 # its last part names the model in files
 LLM := $(OUT)/Qwen2.5-Coder-1.5B-Instruct
 NAMED := --model $(LLM)
@@ -184,8 +184,9 @@ $(OUT)/runs/%/reranked.safetensors: $(OUT)/runs/%/gates.pt
 		--num-traces $(TRACES) --seed $(lastword $(subst _, ,$*)) --gates $< --output $@)
 
 # a capable model: heads by distillation and by attention, compared with random ones and with eviction policies
-# Minutes on two cores, as far as measured: folder of a GGUF file 1, curriculum 12.5, distillation 25 (10 GB). On one busy
-# core: a solution for attention 0.1, the start of a vLLM engine, of which each method has one, 2 (9 GB).
+# Minutes on two cores, as far as measured: folder of a GGUF file 1, curriculum of 160 problems 12.5, distillation of 24
+# steps 25 (10 GB). On one busy core: a solution for attention 0.1, the start of a vLLM engine, of which each method has
+# one, 2 (9 GB).
 BY_TRACES := $(OUT)/runs/traces_0/gates.pt
 BY_ATTENTION := $(OUT)/runs/attention_0/gates.pt
 EVALUATE = inference/evaluate.py --config configs/eval_$(MODEL).yaml $(NAMED) --limit $(HELD_OUT) $(LLM_DATA:%=--data %) \

@@ -31,6 +31,7 @@ from rlkv.cache.layer import CachedCall
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import cache_nbytes
 from rlkv.kernels.step import serves
+from rlkv.models.loading import cache_argument
 from rlkv.rollout.graphed import GraphedStep, graphed_step
 
 EMPTY = "1 token"  # a step that does everything but read a cache
@@ -158,7 +159,7 @@ class Steps:
             inputs = {
                 "attention_mask": mask[:, : held + 1].contiguous(),
                 "position_ids": torch.full_like(token, held),
-                "past_key_values": cache,
+                cache_argument(): cache,
             }
             return lambda: self.model(token, use_cache=True, **inputs).logits[:, -1]
 

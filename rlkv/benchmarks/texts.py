@@ -32,6 +32,7 @@ from rlkv.evaluation.evaluate import FULL, CompressionMethod, parse_methods
 from rlkv.evaluation.report import Panel, Point
 from rlkv.eviction import POLICIES, EvictionPolicy, make_policy
 from rlkv.inference.engine import cache_nbytes
+from rlkv.models.loading import cache_argument
 from rlkv.rollout.footprint import GIB
 
 # R-KV's cost depends on how many keys are similar: none of the random ones is
@@ -164,7 +165,8 @@ def text_contender(
 
         def read() -> Tensor:
             nonlocal token
-            output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            given = {cache_argument(): cache}
+            output = model(token, use_cache=True, logits_to_keep=1, **given)
             token = output.logits[:, -1].argmax(-1, keepdim=True)
             contender.kv_bytes = cache_nbytes(cache)
             return token

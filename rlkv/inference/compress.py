@@ -39,7 +39,7 @@ from rlkv.models.layout import (
     own_layers,
     ranges,
 )
-from rlkv.models.loading import refuse_latent_attention, try_forward
+from rlkv.models.loading import cache_argument, refuse_latent_attention, try_forward
 from rlkv.utils.devices import leave_cudnn_out
 from rlkv.utils.runtime import shadow
 
@@ -261,13 +261,13 @@ class CompressedSession:
         """
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}: under compress(...) leave it out, "
-                "or pass session.cache to continue an earlier text"
+                f"{cache_argument()} is a {type(cache).__name__}: under compress(...) leave it "
+                "out, or pass session.cache to continue an earlier text"
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
-                "past_key_values comes from a compress(...) with another allocation, sink, window, "
-                "prefill, eviction policy or protect_prompt: start without it"
+                f"{cache_argument()} comes from a compress(...) with another allocation, sink, "
+                "window, prefill, eviction policy or protect_prompt: start without it"
             )
         return cache
 
@@ -345,8 +345,8 @@ def compress(
 
     Inside the context ``model.generate(...)`` and ``model(...)`` run with a
     :class:`HeadReallocationCache`: greedy, sampled, beams, left-padded batches, and further turns
-    with ``past_key_values=session.cache``.  On exit, also by an exception, the model is as it was.
-    For inference only: no gradients flow through the cache.
+    with ``past_key_values=session.cache`` (``cache=`` from transformers 5.24 on).  On exit, also by
+    an exception, the model is as it was.  For inference only: no gradients flow through the cache.
 
     Args:
         model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers without
@@ -402,7 +402,8 @@ def compress(
         _hook(base, session, undo)
         if base not in _TRIED:
             # what its attention cannot be served with is refused before any text
-            try_forward(base, past_key_values=session.new_cache(), use_cache=True)
+            cache = {cache_argument(): session.new_cache()}
+            try_forward(base, **cache, use_cache=True)
             _TRIED.add(base)
         yield session
 
@@ -433,6 +434,7 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:
     original = model._prepare_cache_for_generation
+    name = cache_argument()
 
     def prepare(
         generation_config: Any,
@@ -442,11 +444,11 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
         max_cache_length: int,
     ) -> Any:
         check_generation(generation_config, generation_mode, session.settings)
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(name)
         session.cache = session.new_cache() if given is None else session.check(given)
         session.cache.state.limit = max_cache_length
         if given is None:
-            model_kwargs["past_key_values"] = session.cache
+            model_kwargs[name] = session.cache
             return None
         return original(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -457,6 +459,7 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
 
 def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
     names = list(inspect.signature(decoder.forward).parameters)
+    name = cache_argument()
 
     def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module.training:
@@ -465,13 +468,16 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_attentions(given.get("output_attentions"))
         refuse_packed(given.get("position_ids"), given.get("attention_mask"))
-        if given.get("past_key_values") is not None:
-            session.check(given["past_key_values"])
-        else:
-            given["past_key_values"] = cache = session.new_cache()
+        # transformers still takes the name of before 5.24, and renames it after this hook
+        cache = given.pop("past_key_values", None)
+        if given.get(name) is not None:
+            cache = given[name]
+        if cache is None:
+            cache = session.new_cache()
             # without use_cache the tokens still go through a cache, which is not kept
             if given.get("use_cache") is not False:
                 session.cache = cache
+        given[name] = session.check(cache)
         return (), given
 
     return give_cache

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +223,15 @@ def try_forward(model: Any, **arguments: Any) -> None:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@cache
+def cache_argument() -> str:
+    """Return how forward calls name their cache: ``cache`` from transformers 5.24 on."""
+    from transformers import LlamaModel
+
+    names = inspect.signature(LlamaModel.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def refuse_latent_attention(model: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from rlkv.models.loading import cache_argument
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.graphed import GraphedStep, graphed_step
 from rlkv.utils.devices import moved
@@ -284,12 +285,12 @@ class _Batch:
             attention_mask=(column >= self.padding_R[:, None]).long(),
             # rows that have ended may have used all positions
             position_ids=position_RQ * self.running_R[:, None],
-            past_key_values=self.cache,
             use_cache=True,
             # an index copies: rows of a slice would become a slow product each
             logits_to_keep=self.last,
+            **{cache_argument(): self.cache},
         )
-        self.cache = output.past_key_values
+        self.cache = output[cache_argument()]
         return output.logits[:, -1]
 
     def _renew_graph(self) -> None:

@@ -25,6 +25,7 @@ from rlkv.cache.layer import ReallocationLayer
 from rlkv.cache.plan import CallLayout, CallPart
 from rlkv.cache.reallocation import GrowingCache
 from rlkv.cache.stores import FullStore
+from rlkv.models.loading import cache_argument
 
 AHEAD = 256  # tokens for which a graph gets room
 RECORDABLE = (IMPLEMENTATION, PLAIN)  # attention that reads its place on the device
@@ -98,8 +99,8 @@ class GraphedStep(ABC):
             input_ids=self._ids,
             attention_mask=self._mask(),
             position_ids=position[:, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **{cache_argument(): self._cache},
         )
         self._place += 1
         return output.logits[:, -1]

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from rlkv.attention.head_gate import HeadGateConfig, full_attention_modules, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
-from rlkv.models.loading import dtype_name, load_model
+from rlkv.models.loading import cache_argument, dtype_name, load_model
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -232,8 +232,8 @@ class TraceBatch(NamedTuple):
             input_ids=self.ids_BT,
             position_ids=self.position_BT,
             attention_mask=self.mask_BK,
-            past_key_values=self.past,
             use_cache=False,
+            **{cache_argument(): self.past},
         )[0]
         return states_BTD[self.row_N, self.position_N]
 
@@ -263,12 +263,13 @@ def make_batch(decoder: Any, texts: Sequence[MarkedText], prefill: str) -> Trace
     row_N, position_N = torch.tensor(places, device=decoder.device).T
     past = None
     if split:
-        cache = decoder(
+        output = decoder(
             input_ids=ids[:, :split],
             position_ids=position[:, :split],
             attention_mask=mask[:, :split],
             use_cache=True,
-        ).past_key_values
+        )
+        cache = output[cache_argument()]
         past = Cache(layers=[PromptLayer(layer.keys, layer.values) for layer in cache.layers])
     return TraceBatch(
         ids_BT=ids[:, split:],

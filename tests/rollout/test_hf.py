@@ -12,6 +12,7 @@ import rlkv
 from rlkv.attention import LocalSizes
 from rlkv.cache import HeadReallocationCache
 from rlkv.cache.reallocation import GrowingLayer
+from rlkv.models.loading import cache_argument
 from rlkv.rollout.base import Rows, SamplingParams, end_tokens
 from rlkv.rollout.hf import GatedHFEngine, HFEngine, roll_out
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -57,8 +58,9 @@ def watch_caches(model: PreTrainedModel) -> list[Any]:
     seen: list[Any] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if not any(cache is kwargs["past_key_values"] for cache in seen):
-            seen.append(kwargs["past_key_values"])
+        cache = kwargs[cache_argument()]
+        if not any(cache is one for one in seen):
+            seen.append(cache)
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
