@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlkv import tiny
 from rlkv.attention.call import MixedCall
+from rlkv.attention.softmax import Softmax
 from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
@@ -107,7 +108,7 @@ def test_scores_of_a_long_text_are_never_held_at_once(monkeypatch: pytest.Monkey
         make_stock_mask=lambda: None,
     )
     with LiveBytes() as live:
-        mass_BHQ = mass_of_call(query, key, call, SINK, WINDOW, 0.25)
+        mass_BHQ = mass_of_call(query, key, call, SINK, WINDOW, Softmax(0.25))
     assert mass_BHQ.shape == (2, 4, tokens)
     assert live.peak < 8 * 4 * 2**16  # a few copies of a block; all scores at once: 23 MB
 
