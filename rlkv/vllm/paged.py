@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.branches import grouped_attention
-from rlkv.attention.softmax import Softmax
 from rlkv.attention.mixed import mix
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm.packing import SinkWindowDemand
 
 
