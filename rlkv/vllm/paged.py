@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlkv.attention.branches import grouped_attention
 from rlkv.attention.mixed import mix
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm.packing import SinkWindowDemand
 
 
@@ -363,7 +364,7 @@ def attend_prompts(
         query = query_TXD[places].transpose(0, 1)[None]
         key = key_THD[places].transpose(0, 1)[None]
         value = value_THD[places].transpose(0, 1)[None]
-        mixed = grouped_attention(query, key, value, None, causal=True, scale=scale)
+        mixed = grouped_attention(query, key, value, None, True, Softmax(scale))
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 
