@@ -163,7 +163,8 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family("fs"),
     "exaone4": Family("sssf"),
     "exaone_moe": Family("sssf"),
-    "gemma2": Family("sf"),
+    "flint": Family("fsf", _layers(*"fsf")),
+    "gemma2": Family("sf", {"attn_logit_softcapping": 1.0}),
     "gemma3": Family("sssssf"),
     "gemma3_text": Family("sssssf"),
     "gemma3n_text": Family("sfsrrr", _GEMMA3N),
@@ -185,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("sssf"),
     "qwen2_sliding": Family("fs", _layers(*"fs") | {"use_sliding_window": True}, "qwen2"),
     "smollm3": Family("ffff", {"num_hidden_layers": 4}),
-    "vaultgemma": Family("sf"),
+    "vaultgemma": Family("sf", {"attn_logit_softcapping": 1.0}),
     "mistral": Family("ff", {"sliding_window": None}),
     "mistral_sliding": _refused("ss", _NO_FULL, model_type="mistral"),
     # multi-head latent attention

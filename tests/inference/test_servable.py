@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import rlkv
 from rlkv import HeadAllocation
 from rlkv.attention.head_gate import HeadGateConfig
-from rlkv.eviction import RKV
+from rlkv.eviction import RKV, RandomEviction
 from rlkv.models.shape import ModelShape
 from tests.helpers.equalities import CHECKS, Case, unchanged
 from tests.helpers.families import FAMILIES, Family, make_family
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import SOFTMAXES, make_tiny_model
 
 peft = pytest.importorskip("peft")
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -202,6 +202,24 @@ def test_layers_whose_keys_others_read_stay_as_they_are() -> None:
     assert cache.layers[3].keys.shape[2] == 25  # all tokens that were read
     assert cache.used_nbytes() < cache.full_nbytes()
     assert not any(hasattr(module, "rlkv_unchanged") for module in model.modules())
+
+
+@pytest.mark.parametrize("family", SOFTMAXES)
+def test_policies_that_score_attention_of_another_softmax(family: str) -> None:
+    """They are refused before any text, also where the model has been served without one."""
+    model = make_tiny_model(family)
+    with rlkv.compress(model, ALL_FULL):
+        pass
+    for _ in range(2):
+        with (
+            unchanged(model),
+            pytest.raises(ValueError, match="^rkv scores tokens by their attention without"),
+            rlkv.compress(model, eviction=RKV(budget=6, buffer=2, observation=2)),
+        ):
+            pass
+    with rlkv.compress(model, eviction=RandomEviction(budget=64)):
+        found = model.generate(IDS, **GREEDY)
+    assert torch.equal(found, model.generate(IDS, **GREEDY))
 
 
 def test_a_model_is_tried_once() -> None:
