@@ -180,27 +180,16 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
-@dataclass(eq=False)
-class MixedCall(Unread):
-    """One forward call: its queries, its keys, and what its layers compute once.
-
-    S and W come from each layer's gate, so that adapters with different sizes can coexist.
+class StockMask(Unread):
+    """A mask of full attention, which layers that stay as they are take in the form of ``sdpa``.
 
     Attributes:
-        q_offset: the position of the first query.
-        padding_BK: the 2D mask.
-        make_stock_mask: makes the mask of the implementation ``sdpa``.
+        make_stock_mask: makes it.
     """
 
-    batch_size: int
-    q_length: int
-    kv_length: int
-    q_offset: Any
-    padding_BK: Tensor | None
-    causal: bool
-    make_stock_mask: Callable[..., Tensor | None]
     what: ClassVar[str] = "attention mask"
-    _made: dict[Any, Any] = field(default_factory=dict)
+    make_stock_mask: Callable[..., Tensor | None]
+    _made: dict[Any, Any]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return ``make()``, computed by the first layer that asks for ``key``."""
@@ -221,6 +210,27 @@ class MixedCall(Unread):
         mask = self.make_stock_mask(allow_is_causal_skip=False)
         assert mask is not None
         return mask[index]
+
+
+@dataclass(eq=False)
+class MixedCall(StockMask):
+    """One forward call: its queries, its keys, and what its layers compute once.
+
+    S and W come from each layer's gate, so that adapters with different sizes can coexist.
+
+    Attributes:
+        q_offset: the position of the first query.
+        padding_BK: the 2D mask.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: Any
+    padding_BK: Tensor | None
+    causal: bool
+    make_stock_mask: Callable[..., Tensor | None]
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     def rows(self, device: torch.device) -> Rows:
         """Return where each row's real tokens lie, on ``device``."""

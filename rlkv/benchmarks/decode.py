@@ -226,7 +226,7 @@ class LayerSteps(Steps):
 
         def prepare(index: int) -> Callable[[], Tensor]:
             start = context + index
-            call = CachedCall(mask[:, : start + 1], start, 1, self.batch)
+            call = CachedCall(mask[:, : start + 1], start, 1, self.batch, lambda: None)
             plan = call.plan(cache.state, mask.device)
             if cache.state.decode_kernel:  # its numbers and scratch, which all layers share
                 shared[:] = shared or [plan[0].decode_step]

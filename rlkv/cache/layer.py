@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from rlkv.attention.call import OF_MASKED_SDPA, Unread, refuse_variants
+from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, StockMask, Unread, refuse_variants
 from rlkv.attention.mixed import plain_attention
 from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, CallPart, JoinLayout
@@ -24,6 +25,8 @@ from rlkv.kernels.step import serves
 
 # without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
 IMPLEMENTATION = "rlkv_realloc"
+# attribute of the attention modules with full attention that stay as they are
+UNCHANGED = "rlkv_unchanged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +324,7 @@ def linear_states(layer: Any) -> list[Tensor]:
 
 
 @dataclass(eq=False)
-class CachedCall(Unread):
+class CachedCall(StockMask):
     """One forward call, as the mask function sees it.
 
     Its layers share the layouts of its parts on each device.
@@ -331,7 +334,8 @@ class CachedCall(Unread):
     start: int
     length: int
     rows: int
-    what: ClassVar[str] = "attention mask"
+    make_stock_mask: Callable[..., Tensor | None]
+    _made: dict[Any, Any] = field(default_factory=dict)
     _plans: dict[torch.device, list[CallLayout]] = field(default_factory=dict)
     _parts: list[CallPart] = field(default_factory=list)
 
@@ -352,7 +356,11 @@ def realloc_mask(**call: Any) -> Any:
     if call["mask_function"] is not causal_mask_function:
         return sdpa_mask(**call)
     return CachedCall(
-        call["attention_mask"], int(call["q_offset"]), call["q_length"], call["batch_size"]
+        call["attention_mask"],
+        int(call["q_offset"]),
+        call["q_length"],
+        call["batch_size"],
+        partial(sdpa_mask, **call),
     )
 
 
@@ -374,9 +382,15 @@ def realloc_attention(
     """
     if isinstance(key, NewStates):
         refuse_variants(kwargs, IMPLEMENTATION)
-    elif isinstance(key, Tensor) and not isinstance(attention_mask, CachedCall):
+    elif isinstance(key, Tensor) and (
+        getattr(module, UNCHANGED, False) or not isinstance(attention_mask, CachedCall)
+    ):
         # a layer that is not changed: the cache gave its own states, the mask function its own mask
-        refuse_variants(kwargs, IMPLEMENTATION, also=OF_MASKED_SDPA)
+        if isinstance(attention_mask, CachedCall):
+            refuse_variants(kwargs, IMPLEMENTATION, also=OF_SDPA)
+            attention_mask = attention_mask.stock_mask()
+        else:
+            refuse_variants(kwargs, IMPLEMENTATION, also=OF_MASKED_SDPA)
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs
         )

@@ -246,6 +246,8 @@ class HeadReallocationCache(Cache):
             make_store = partial(self._compressible_store, number)
             arguments = (own, self.state, make_store, reserve)
             stock = self._stock.get(number)
+            if stock is None and not len(own):
+                break  # from here on, layers read the keys and values of earlier ones
             if stock is None:
                 self._layers[number] = ReallocationLayer(*arguments)
             elif type(stock) is LinearAttentionAndFullAttentionLayer:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache.layer import UNCHANGED
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import (
@@ -32,6 +33,7 @@ from rlkv.models.layout import (
     FULL_AND_LINEAR,
     LINEAR,
     NONE,
+    SHARED,
     SLIDING,
     SLIDING_AND_LINEAR,
     Layout,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 Gates = HeadGates | HeadAllocation | str | Path | None
 # kinds of layers
-SERVED = {FULL, FULL_AND_LINEAR, SLIDING, SLIDING_AND_LINEAR, CHUNKED, LINEAR, NONE, CROSS}
+SERVED = {FULL, FULL_AND_LINEAR, SLIDING, SLIDING_AND_LINEAR, CHUNKED, LINEAR, SHARED, NONE, CROSS}
 # models of which compress(...) has read two tokens, without and with a policy that reads queries
 _TRIED: tuple[WeakSet[PreTrainedModel], WeakSet[PreTrainedModel]] = (WeakSet(), WeakSet())
 
@@ -108,8 +110,8 @@ def check_servable(model: Any) -> Layout:
 
 def default_layers(config: Any, numbers: list[int]) -> dict[int, Any]:
     """Make new layers of transformers' own cache for the layers ``numbers`` of a model."""
-    layers = own_layers(config)
-    return {number: layers[number] for number in numbers}
+    layers = own_layers(config)  # those at the end that read the keys of others may be missing
+    return {number: layers[number] for number in numbers if number < len(layers)}
 
 
 def fit_allocation(allocation: HeadAllocation, layout: Layout) -> HeadAllocation:
@@ -122,8 +124,8 @@ def fit_allocation(allocation: HeadAllocation, layout: Layout) -> HeadAllocation
     ignored = (~full & others).any(dim=1).nonzero().flatten().tolist()
     if ignored and allocation.heads is None:
         warnings.warn(
-            f"layers {ranges(ignored)} have no full attention and are not changed: the allocation "
-            "serves the other layers",
+            f"layers {ranges(ignored)} have no full attention of their own and are not changed: the "
+            "allocation serves the other layers",
             stacklevel=4,
         )
     full[others] = True
@@ -401,6 +403,8 @@ def compress(
     session = CompressedSession(allocation, settings, record, stock_layers)
     with ExitStack() as undo:
         _hook(base, session, undo)
+        for module in layout.sharing_modules(base):
+            shadow(module, UNCHANGED, True, undo)
         tried = _TRIED[eviction is not None and eviction.uses_queries]
         if base not in tried:
             # what its attention cannot be served with is refused before any text

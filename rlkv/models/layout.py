@@ -6,7 +6,7 @@ also next to a linear layer.  All other layers stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,7 @@ class Layout:
             ValueError: if several modules have the number of one layer, or one module several.
         """
         found: dict[int, tuple[str, Any]] = {}
-        outer = "."
-        for name, module in model.named_modules():
-            is_attention = hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx")
-            if not is_attention or name.startswith(outer):
-                continue
-            outer = f"{name}."  # what it consists of may carry the same facts
+        for name, module in _attention_modules(model):
             number = module.layer_idx
             if number in found or number is None or number < 0:
                 raise ValueError(
@@ -142,6 +137,11 @@ class Layout:
             )
         return [found[number] for number in sorted(found)]
 
+    def sharing_modules(self, model: Any) -> list[Any]:
+        """Return the attention modules that share keys and values with other layers."""
+        modules = [module for _, module in _attention_modules(model)]
+        return [of for of in modules if self.layers[of.layer_idx].kind == SHARED]
+
     def describe(self) -> str:
         """Say which layers are of which kind: ``full attention in layers 3, 7; ...``."""
         by_kind: dict[str, list[int]] = {}
@@ -149,6 +149,16 @@ class Layout:
             by_kind.setdefault(layer.kind, []).append(number)
         parts = [f"{kind} in layers {ranges(numbers)}" for kind, numbers in by_kind.items()]
         return "; ".join(parts)
+
+
+def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules with grouped heads, and their names; not what they consist of."""
+    outer = "."
+    for name, module in model.named_modules():
+        is_attention = hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx")
+        if is_attention and not name.startswith(outer):
+            outer = f"{name}."  # its parts may carry the same facts
+            yield name, module
 
 
 def _kinds(text: Any) -> list[str]:

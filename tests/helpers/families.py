@@ -120,7 +120,6 @@ _LATENT_STATE = "multi-head latent attention.*8 numbers"
 _SEVERAL = "attention modules of .* do not belong to one layer each"
 _SPARSE = "layers of kind (qwen_sparse|indexed)_attention"
 _COMPRESSED = "layers of kind compressed_sparse_attention, heavily_compressed_attention"
-_SHARED = "keys and values shared with other layers in layers 3-5"
 
 
 def _latent(kinds: str, **settings: Any) -> Family:
@@ -168,10 +167,10 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("sf", {"attn_logit_softcapping": 1.0}),
     "gemma3": Family("sssssf"),
     "gemma3_text": Family("sssssf"),
-    "gemma3n_text": Family("sfsrrr", _GEMMA3N, serving=_SHARED),
+    "gemma3n_text": Family("sfsrrr", _GEMMA3N),
     "gemma4": Family("sssssf"),
     "gemma4_text": Family("sssssf"),
-    "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text", serving=_SHARED),
+    "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text"),
     "gemma4_unified": _refused("sssssf", "image or prefix masks", "with images"),
     "gemma4_unified_text": Family("sssssf"),
     "gpt_oss": Family("sf"),
@@ -251,7 +250,6 @@ SAID = {
     _OWN_CACHE: "a cache class of its own",
     _OWN_CODE: "attention in its own code",
     _SEVERAL: "an attention module serves several layers",
-    _SHARED: "layers share keys and values",
     _SPARSE: "unknown kind of layer",
     _TOUCHED: "modules compute with the cached states",
     "4 KV heads, but gates for 2": "other KV heads than its config says",

@@ -326,7 +326,7 @@ def test_sliding_layers_are_left_alone() -> None:
     assert session.allocation.sparsity == 1
     nowhere = HeadAllocation(torch.zeros(4, 4) > 0)
     with (
-        pytest.warns(UserWarning, match="layers 0, 2 have no full attention and are not changed"),
+        pytest.warns(UserWarning, match="layers 0, 2 have no full attention of their own"),
         rlkv.compress(model, nowhere) as session,
     ):
         assert session.allocation == HeadAllocation(session.allocation.full, (0, 4, 0, 4))

@@ -190,6 +190,20 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
             assert torch.equal(model.generate(more, past_key_values=branch, **turn), text)
 
 
+def test_layers_whose_keys_others_read_stay_as_they_are() -> None:
+    """Layer 3 is the last with full attention and keys of its own: layer 5 reads them."""
+    model = make_family("gemma4_shared")
+    assert model.config.num_kv_shared_layers == 2
+    none_full = HeadAllocation(torch.tensor([1, 0, 1, 1, 1, 1])[:, None].expand(6, 2) > 0)
+    with rlkv.compress(model, none_full, sink=1, window=2) as session:
+        model.generate(IDS, **GREEDY)
+        cache = session.cache
+    assert cache is not None
+    assert cache.layers[3].keys.shape[2] == 25  # all tokens that were read
+    assert cache.used_nbytes() < cache.full_nbytes()
+    assert not any(hasattr(module, "rlkv_unchanged") for module in model.modules())
+
+
 @pytest.mark.parametrize("family", SOFTMAXES)
 def test_policies_that_score_attention_of_another_softmax(family: str) -> None:
     """They are refused before any text, also where the model has been served without one."""
