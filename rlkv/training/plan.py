@@ -17,7 +17,7 @@ import torch
 
 from rlkv.attention.branches import MIN_BLOCK
 from rlkv.attention.call import LocalSizes
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.plan import CacheSettings
 from rlkv.data.problems import read_curriculum
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
@@ -439,7 +439,7 @@ def _serving(plan: Plan, model: Footprint) -> str:
     settings = plan.settings
     shape = model.shape
     tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
-    size = EntrySize(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
+    size = KVSizes(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
     kept = CacheSettings(settings.deploy_sink, settings.deploy_window)
     found = []
     for sparsity in (0.0, *SPARSITIES):
