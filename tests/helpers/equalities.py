@@ -235,12 +235,13 @@ def reallocated(case: Case) -> None:
     assert cache.used_nbytes() < cache.full_nbytes(), "nothing is saved"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the states within nested lists and dicts."""
     if isinstance(value, Tensor) and value.ndim > 1:  # not its length, such as a window
         yield value
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+            yield from tensors(part)
 
 
 def bytes_held(case: Case) -> None:
@@ -258,7 +259,7 @@ def bytes_held(case: Case) -> None:
     kv = KVSizes.of(case.model)
     allocation = session.allocation
     held, full = kv_nbytes(cache.settings, allocation.full, kv, prompt, tokens)
-    found = sum(tensor.nbytes for tensor in _tensors([vars(layer) for layer in stock.layers]))
+    found = sum(tensor.nbytes for tensor in tensors([vars(layer) for layer in stock.layers]))
     gated = 0
     for number in gates.layers:
         gated += stock.layers[number].keys.nbytes + stock.layers[number].values.nbytes

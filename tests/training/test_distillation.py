@@ -29,6 +29,7 @@ from rlkv.training.distillation import (
 )
 from rlkv.training.solutions import TraceLoss, check_head
 from rlkv.utils.files import read_log
+from tests.helpers.families import make_family
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 
@@ -160,6 +161,8 @@ def test_logits_that_are_changed_after_the_head_are_refused() -> None:
     check_head(make_tiny_model("llama"), range(3, 20))
     with pytest.raises(ValueError, match="--data recall"):
         check_head(make_tiny_model("granite"), range(3, 20))
+    with pytest.raises(ValueError, match="does not name its decoder"):
+        check_head(make_family("llama4_text"), range(3, 20))
 
 
 def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None:
