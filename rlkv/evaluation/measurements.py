@@ -391,7 +391,8 @@ def agreement(gates: HeadGates, truth: GroundTruth) -> dict[str, float | None]:
     position = torch.zeros_like(gates.alpha)
     for place, head in enumerate(truth.elimination):
         position[head] = place
-    oracle = HeadAllocation.from_order(truth.elimination, *gates.alpha.shape, 0.5, gates.heads)
+    size = (gates.num_layers, gates.num_kv_heads)
+    oracle = HeadAllocation.from_order(truth.elimination, *size, 0.5, gates.heads)
     gated = gates.gated
     return {
         "spearman_single_head": _correlation(gates.alpha[gated], truth.lost[gated]),
