@@ -36,6 +36,7 @@ from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
 from rlkv.training.solutions import (
     GROUPS_OF_ALL,
+    check_masks,
     draw_traces,
     hard_masks,
     load_solutions,
@@ -77,6 +78,7 @@ def score_heads(
             f"{len(traces)} solutions, {longest} tokens with its prompt, so that every head would "
             "score 0: take smaller ones"
         )
+    check_masks(model, traces[0], "full")
     config = {name: getattr(settings, name) for name in sorted(READ)}
     config |= {"seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])

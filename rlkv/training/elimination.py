@@ -42,8 +42,8 @@ from rlkv.training.solutions import (
     KEPT,
     KEY,
     TraceLoss,
-    check_gates,
     check_head,
+    check_masks,
     draw_traces,
     hard_masks,
     load_solutions,
@@ -94,7 +94,7 @@ def eliminate_heads(
     settings, model, recorded = load_solutions(settings, args, model, tokenizer)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     check_head(model, traces[0].ids)
-    check_gates(model)
+    check_masks(model, traces[0], settings.elimination_prefill)
     shape = ModelShape.from_config(model.config)
     heads = Layout.from_config(model.config).heads
     gated = gated_places(heads, shape.num_layers, shape.num_kv_heads)
@@ -208,6 +208,7 @@ def rerank_on_traces(
     """
     num_removals(int(gates.gated.sum()), low, high)
     check_head(model, traces[0].ids)
+    check_masks(model, traces[0], prefill)
     with hard_masks(model, gates.deploy_sink, gates.deploy_window) as gated:
         loss = TraceLoss(gated, traces, rows, prefill)
         order, facts = eliminate(loss, compression_order(gates), low, high, budget)

@@ -20,7 +20,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.data.problems import read_curriculum
@@ -181,10 +181,40 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
         )
 
 
-def check_gates(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` unless the model can have gates."""
+def check_masks(model: Any, text: MarkedText, prefill: str) -> None:
+    """Raise ``ValueError`` unless the model can have gates, and prompts can be read as asked."""
     with hard_masks(model, sink=1, window=1):
         pass
+    if prefill == "full":
+        _check_prompts(model, text)
+
+
+def _check_prompts(model: Any, text: MarkedText) -> None:
+    """Refuse hybrids whose linear layers take their states up for single tokens only.
+
+    For several tokens at once it then changes nothing what these states hold.
+    """
+    goes_on = model._supports_default_dynamic_cache()
+    if goes_on:
+        decoder = model.get_decoder()
+        batch = make_batch(decoder, [text], "full")
+        states = []
+        for layer in () if batch.past is None else batch.past.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                states += [state for state in layer.recurrent_states.values() if state is not None]
+        if not states:
+            return
+        with torch.no_grad():
+            before = batch.states(decoder)
+            for state in states:
+                state.zero_()
+            goes_on = not torch.equal(batch.states(decoder), before)
+    if not goes_on:
+        raise ValueError(
+            f"{type(model).__name__} does not go on from a cached prompt by several tokens at "
+            "once, so that its prompts cannot be read in full: take --elimination-prefill local, "
+            "rlkv-distill --prefill local or --finder rlkv"
+        )
 
 
 # --- batches

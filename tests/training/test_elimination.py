@@ -468,6 +468,17 @@ def test_a_run_on_a_hybrid(family: str, curriculum: Path, tmp_path: Path) -> Non
     assert gates.training["order"] in ("measured", "mean", "distilled")
 
 
+def test_jamba_reads_prompts_through_the_masks(curriculum: Path, tmp_path: Path) -> None:
+    """Its linear layers take no state up for several tokens."""
+    _, tokenizer = tiny.load()
+    model = make_family("jamba", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    with pytest.raises(ValueError, match="--elimination-prefill local"):
+        run(tmp_path / "run", curriculum, model, tokenizer, elimination_sparsity=0.5)
+    assert not (tmp_path / "run").exists()
+    options = {"elimination_sparsity": 0.5, "elimination_prefill": "local"}
+    assert run(tmp_path / "run", curriculum, model, tokenizer, **options).layers == [1]
+
+
 def test_a_model_without_gates_is_refused(curriculum: Path, tmp_path: Path) -> None:
     _, tokenizer = tiny.load()
     model = make_family("mistral_sliding", vocab_size=len(tokenizer))
