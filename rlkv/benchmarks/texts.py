@@ -26,7 +26,7 @@ from rlkv.benchmarks.turns import (
     write_measurement,
 )
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.plan import CacheSettings
 from rlkv.evaluation.evaluate import FULL, CompressionMethod, parse_methods
 from rlkv.evaluation.report import Panel, Point
@@ -182,7 +182,7 @@ def bytes_by_length(config: DecodeConfig, model: Any, method: CompressionMethod)
     settings = CacheSettings(config.sink, config.window, eviction=method.policy)
     full = method.allocation(model.config, {}, seed=0).full
     prompts = torch.full_like(tokens, config.prompt_tokens)
-    return kv_nbytes(settings, full, EntrySize.of(model), prompts, tokens)[0].tolist()
+    return kv_nbytes(settings, full, KVSizes.of(model), prompts, tokens)[0].tolist()
 
 
 def largest_batch(
@@ -213,7 +213,7 @@ def text_row(config: DecodeConfig, model: Any, contender: Contender) -> dict[str
     return {
         **contender.facts,
         "kv_bytes": contender.kv_bytes,
-        "kv_bytes_full": entries * EntrySize.of(model).nbytes,
+        "kv_bytes_full": entries * KVSizes.of(model).nbytes,
         "peak_bytes": contender.peak_bytes,
         "prompt_seconds": prompt,
         "ms_per_token": 1000 * decode / written,

@@ -2,63 +2,113 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from rlkv.cache.plan import CacheSettings
+from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.cache.schedule import RowCounts, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
+from rlkv.models.layout import FULL, Layout, gated_places
+from rlkv.models.loading import try_forward
 from rlkv.models.shape import ModelShape
 
 SCORE_NBYTES = 4  # of the float32 that a policy accumulates for each entry
 
 
 @dataclass(frozen=True)
-class EntrySize:
-    """The memory of one head's share of one token.
+class KVSizes:
+    """The memory that the KV of a model takes.
 
     Attributes:
-        head_dim: elements of a key, and of a value.
-        group_size: query heads per KV head.
+        head_dim: elements of a key, in the layers with gates.
+        group_size: query heads per KV head there.
         itemsize: bytes of an element.
+        value_dim: elements of a value; None: ``head_dim``.
+        heads: how many heads of each layer can be compressed, as ``HeadAllocation.heads``.
+        others: what compression leaves as it is (sliding windows, linear states): bytes of a token,
+            and the number of tokens from which on they grow no more.
     """
 
     head_dim: int
     group_size: int
     itemsize: int
+    value_dim: int | None = None
+    heads: Sequence[int] | None = None
+    others: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> EntrySize:
-        """Return the sizes of a model; ValueError if it has layers without full attention."""
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-        others = sorted(kinds - {"full_attention"})
-        if others:
-            raise ValueError(
-                f"{model.config.model_type} has layers of kind {', '.join(others)}: bytes of KV "
-                "can be computed for models with full attention in every layer only"
-            )
+    def of(cls, model: PreTrainedModel) -> KVSizes:
+        """Return the sizes of a model.
+
+        Where it has other layers than those with full attention it reads two tokens, as no config
+        says what linear layers keep.
+        """
+        layout = Layout.from_config(model.config)
         shape = ModelShape.from_config(model.config)
         group_size = shape.num_query_heads // shape.num_kv_heads
-        return cls(shape.head_dim, group_size, model.dtype.itemsize)
+        plain = cls(shape.head_dim, group_size, model.dtype.itemsize)
+        if {layer.kind for layer in layout.layers} == {FULL}:
+            return plain
+        cache: Any = full_cache(model.config)
+        try_forward(model, past_key_values=cache, use_cache=True)
+        dims = set()
+        others = []
+        for number, layer in enumerate(cache.layers):
+            states = cached_states(layer)
+            if isinstance(layer, CacheLayerMixin) and states:
+                keys, values, *states = states
+                if number in layout.gated:
+                    dims.add((keys.shape[3], values.shape[3]))
+                else:
+                    of_token = (keys.nbytes + values.nbytes) // keys.shape[2]
+                    # transformers' sliding layers keep one token less than the window
+                    most = getattr(layer, "sliding_window", sys.maxsize) - 1
+                    others.append((of_token, most))
+            if states:
+                others.append((sum(state.nbytes for state in states), 1))
+        if len(dims) > 1:
+            raise ValueError(
+                f"{layout.model_type} has layers with full attention whose heads differ in size: "
+                "bytes of KV can be computed for heads of one size only"
+            )
+        for key_dim, value_dim in dims:
+            plain = replace(plain, head_dim=key_dim, value_dim=value_dim)
+        return replace(plain, heads=layout.heads, others=tuple(others))
 
     @property
     def nbytes(self) -> int:
         """Key and value of one token of one KV head."""
-        return 2 * self.head_dim * self.itemsize
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        return (self.head_dim + value_dim) * self.itemsize
+
+    def unchanged_nbytes(self, tokens: Tensor) -> Tensor:
+        """Return the bytes that both caches hold in ``others`` after ``tokens``: int64 ``[B]``."""
+        found = torch.zeros_like(tokens)
+        for nbytes, most in self.others:
+            found += nbytes * tokens.clamp(max=most)
+        return found
 
 
 def kv_nbytes(
     settings: CacheSettings,
     full: Tensor,
-    size: EntrySize,
+    size: KVSizes,
     prompts: Tensor,
     tokens: Tensor,
     planned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the bytes in use, and those of the full cache, of each row: int64 ``[B]`` each.
+
+    They are those of the heads that can be compressed; ``size.unchanged_nbytes`` are in both caches
+    besides.
 
     Args:
         settings: what compressible heads keep.
@@ -68,8 +118,9 @@ def kv_nbytes(
         planned: int64 ``[B]``, lengths of texts that fix the budgets of a ratio; None: budgets grow
             with the text.
     """
-    num_full = int(full.sum())
-    num_compressible = full.numel() - num_full
+    own = full[gated_places(size.heads, *full.shape)]
+    num_full = int(own.sum())
+    num_compressible = own.numel() - num_full
     of_full_head = tokens * size.nbytes
     policy = settings.eviction
     if policy is None:
@@ -83,7 +134,7 @@ def kv_nbytes(
             of_query = size.group_size * size.head_dim * size.itemsize
             of_head = of_head + tokens.clamp(max=policy.observation) * of_query
     used = num_full * of_full_head + num_compressible * of_head
-    return used, full.numel() * of_full_head
+    return used, own.numel() * of_full_head
 
 
 def _entries_at(

@@ -307,15 +307,6 @@ class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):  # type:
         ReallocationLayer.select_rows(self, rows)
         LinearAttentionLayer.reorder_cache(self, cast(torch.LongTensor, rows))
 
-    def tensors(self) -> list[Tensor]:
-        return super().tensors() + linear_states(self)
-
-    def used_nbytes(self) -> int:
-        return super().used_nbytes() + sum(state.nbytes for state in linear_states(self))
-
-    def full_nbytes(self) -> int:
-        return super().full_nbytes() + sum(state.nbytes for state in linear_states(self))
-
 
 def linear_states(layer: Any) -> list[Tensor]:
     """Return the tensors that a linear layer of transformers' own cache holds."""

@@ -151,8 +151,11 @@ def full_cache(config: Any, limit: int | None = None) -> Cache:
     return GrowingCache(layers=[GrowingLayer(limit) for _ in layers])
 
 
-def _states(layer: Any) -> list[Tensor]:
-    """Return the tensors of a layer of transformers' own cache: keys and values, linear states."""
+def cached_states(layer: Any) -> list[Tensor]:
+    """Return the tensors of a layer of transformers' own cache: keys and values, linear states.
+
+    Of a :class:`ReallocationLayer` the linear states alone.
+    """
     states = []
     if isinstance(layer, CacheLayerMixin):
         states = [state for state in (layer.keys, layer.values) if state is not None]
@@ -285,22 +288,22 @@ class HeadReallocationCache(Cache):
     def nbytes(self) -> int:
         """Return the bytes of all KV tensors as allocated, unused headroom included."""
         own = sum(tensor.nbytes for layer in self._allocated() for tensor in layer.tensors())
-        return own + self._stock_nbytes()
+        return own + self.unchanged_nbytes()
 
     def used_nbytes(self) -> int:
         """Return the bytes of the entries in use: without headroom and empty entries."""
-        return sum(layer.used_nbytes() for layer in self._allocated()) + self._stock_nbytes()
+        return sum(layer.used_nbytes() for layer in self._allocated()) + self.unchanged_nbytes()
 
     def full_nbytes(self) -> int:
         """Return the bytes that transformers' DynamicCache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self._allocated()) + self._stock_nbytes()
+        return sum(layer.full_nbytes() for layer in self._allocated()) + self.unchanged_nbytes()
+
+    def unchanged_nbytes(self) -> int:
+        """Return the bytes that both caches hold: of sliding windows and linear states."""
+        return sum(state.nbytes for layer in self.layers for state in cached_states(layer))
 
     def _allocated(self) -> list[ReallocationLayer]:
         return [layer for layer in self._layers.values() if layer.is_initialized]
-
-    def _stock_nbytes(self) -> int:
-        """Bytes of the layers that are not changed: always held, so they count on both sides."""
-        return sum(state.nbytes for layer in self._stock.values() for state in _states(layer))
 
     def held(self, row: int) -> Tensor:
         """Return which tokens of a row each head holds: bool ``[layers, KV heads, tokens]``.
@@ -333,7 +336,7 @@ class HeadReallocationCache(Cache):
         for layer in self._layers.values():
             layer.select_rows(indices)
         for stock in self._stock.values():
-            if _states(stock):
+            if cached_states(stock):
                 # selects any rows; layers with states beside keys and values have no other way
                 stock.reorder_cache(indices)
         if state.padding is not None:

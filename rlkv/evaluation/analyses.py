@@ -8,6 +8,7 @@ and return the same numbers for ``results.json``.  How to read the tables: docs/
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -193,14 +194,19 @@ def write_sweep_table(study: Study, task: str, page: Page, numbers: Metrics) -> 
     for ranking in study.rankings:
         accuracies = map(accuracy_cell, numbers["methods"][ranking.name])
         rows.append([ranking.name, full, *accuracies, cost_text(cost_metrics(ranking))])
-    held = []
-    for column in zip(*numbers["methods"].values(), strict=True):
-        shares = [of["kv_share"] for of in column]
-        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-        held.append(low if low == high else f"{low} to {high}")
-    rows.append(["KV held, of full", "100%", *held, ""])
+    held = {"kv_share": "KV held, of full", "kv_share_gated": "the same, layers with gates"}
+    for name, label in held.items():
+        cells = []
+        for column in zip(*numbers["methods"].values(), strict=True):
+            shares = [of[name] for of in column if name in of]
+            if shares:
+                low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+                cells.append(low if low == high else f"{low} to {high}")
+        if cells:
+            rows.append([label, "100%", *cells, ""])
     for name, accuracies in numbers["sizes"].items():
-        cells = [f"{accuracy_cell(of)}; {of['share']:.1%} of the bytes" for of in accuracies]
+        gated = " of layers with gates" if study.first.heads else ""
+        cells = [f"{accuracy_cell(of)}; {of['share']:.1%} of the bytes{gated}" for of in accuracies]
         rows.append([name, full, *cells, ""])
     page.table(
         ["heads", "s = 0", *levels(study.sparsities), "seconds to find"],
@@ -328,7 +334,11 @@ def gates(study: Study, page: Page) -> Metrics:
         f"{study.first.name} (first seed) and the oracle keep full too, Spearman correlations.",
     )
     folder = study.config.output_dir
-    alphas = {name: seeds[0]["alpha"] for name, seeds in methods.items()}
+    alphas = {}
+    for ranking in study.rankings:
+        if ranking.gates:
+            own = ranking.gates[0]
+            alphas[ranking.name] = own.alpha.masked_fill(~own.gated, math.nan).tolist()
     path = plot_distributions(folder / "gates.png", alphas)
     page.picture(path, "Gates in ascending order and their histogram: first seed of each method.")
     path = plot_heat_maps(folder / "heat-maps.png", alphas)
@@ -339,7 +349,7 @@ def gates(study: Study, page: Page) -> Metrics:
 def _gates_numbers(study: Study, ranking: Ranking) -> list[Metrics]:
     found = []
     for seed, own in enumerate(ranking.gates):
-        alpha = own.alpha
+        alpha = own.alpha[own.gated]
         shared = []
         for sparsity in study.config.ascending("compare_at"):
             first = study.first.allocations(sparsity)[0]
@@ -347,7 +357,7 @@ def _gates_numbers(study: Study, ranking: Ranking) -> list[Metrics]:
             shared.append({"sparsity": sparsity, "share": share})
         numbers = {
             "file": Path(ranking.files[seed]).name,
-            "alpha": [[round(value, 6) for value in row] for row in alpha.tolist()],
+            "alpha": [[round(value, 6) for value in row] for row in own.alpha.tolist()],
             "mean": alpha.mean().item(),
             "at_0": int((alpha == 0).sum()),
             "at_1": int((alpha == 1).sum()),
@@ -372,11 +382,11 @@ def _gates_cells(seed: Metrics) -> list[str]:
 
 
 def plot_distributions(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
-    """Plot sorted gates and a histogram in ten bins, a curve per method."""
+    """Plot sorted gates and a histogram in ten bins, a curve per method; NaN is no gate."""
     ordered = {}
     histogram = {}
     for name, alpha in alphas.items():
-        values = sorted(chain(*alpha))
+        values = sorted(value for value in chain(*alpha) if not math.isnan(value))
         ordered[name] = [(rank, value, value, value) for rank, value in enumerate(values, start=1)]
         counts = np.histogram(values, bins=10, range=(0, 1))[0].tolist()
         histogram[name] = [((place + 0.5) / 10, n, n, n) for place, n in enumerate(counts)]

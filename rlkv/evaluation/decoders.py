@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
+from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.runner import Decoder, RunSettings, model_facts
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
@@ -46,7 +46,7 @@ class TransformersDecoder:
     ) -> None:
         self.engine = InferenceEngine(model, tokenizer, allocation, cache, batch_size)
         self.allocation = allocation
-        self.size = EntrySize.of(model)
+        self.size = KVSizes.of(model)
         self.facts = facts_of(model, tokenizer)
 
     def stream(
@@ -143,7 +143,7 @@ class VLLMModel:
         self.kv_gib = kv_gib
         loaded, self.tokenizer = load_model(model, self.dtype, "cpu")
         self.config = loaded.config
-        self.size = EntrySize.of(loaded)
+        self.size = KVSizes.of(loaded)
         self.facts = facts_of(loaded, self.tokenizer)
         self.facts["model_state"]["device"] = resolve_device().type
         self.facts["engine"] = f"vllm {installed_version()}"

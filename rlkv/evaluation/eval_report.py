@@ -28,6 +28,7 @@ from rlkv.evaluation.metrics import (
     smallest_provable_difference,
 )
 from rlkv.evaluation.report import FULL_CACHE, LEVEL, Metrics, Page, levels, mark, provenance_facts
+from rlkv.rollout.base import share_held
 from rlkv.utils.files import read_json, write_json
 from rlkv.utils.runtime import provenance
 
@@ -75,6 +76,8 @@ def summarize(
         **_cost(rows),
         **_texts(rows),
     }
+    if unchanged := sum(row.get("kv_bytes_unchanged", 0) for row in rows):
+        summary["kv_bytes_unchanged"] = unchanged
     if full_rows is not None and method != FULL:
         if _by_problem(full_rows).keys() != problems.keys():
             raise ValueError(
@@ -205,6 +208,10 @@ LEGEND = (
     "KV: bytes held at the end of each text, of the full cache's for the same tokens. s: share of "
     "KV heads that are compressible."
 )
+OF_GATED = (
+    "This model has layers without gates, whose sliding windows and linear states count in KV; the "
+    "second share is that of the layers with gates alone, and s that of their heads."
+)
 PREFILL = {
     "full": "in full by all heads",
     "local": "through them, as in training",
@@ -272,6 +279,8 @@ def evaluation_page(
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(LEGEND)
+    if any("kv_bytes_unchanged" in summary for summary in summaries):
+        page.paragraph(OF_GATED)
     if any(method.ranking == RANDOM_HEADS for method in methods):
         page.paragraph(f"{RANDOM_HEADS} is one draw of heads (seed {config['seed']}).")
     for task in dict.fromkeys(summary["task"] for summary in summaries):
@@ -367,15 +376,19 @@ def _points(difference: float) -> str:
 
 
 def _accuracy_cell(summary: Metrics) -> str:
-    share = summary["kv_bytes"] / summary["kv_bytes_full"]
+    held = summary["kv_bytes"]
+    full = summary["kv_bytes_full"]
+    share = f"KV {share_held(held, full):.0%}"
+    if unchanged := summary.get("kv_bytes_unchanged"):
+        share += f" ({share_held(held, full, unchanged):.0%})"
     if "difference" not in summary:
         text = _percent(summary["accuracy"], summary["ci_low"], summary["ci_high"])
-        return text if summary["method"] == FULL else f"{text} KV {share:.0%}"
+        return text if summary["method"] == FULL else f"{text} {share}"
     sign = mark(summary["difference"], summary["p_value"])
     change = _points(summary["difference"]) + ("*" if sign else "")
     low = _points(summary["difference_low"])
     high = _points(summary["difference_high"])
-    return f"{100 * summary['accuracy']:.1f} ({change} [{low}, {high}]) KV {share:.0%}{sign}"
+    return f"{100 * summary['accuracy']:.1f} ({change} [{low}, {high}]) {share}{sign}"
 
 
 def _write_samples(page: Page, summaries: list[Metrics]) -> None:

@@ -32,6 +32,7 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
+from rlkv.models.layout import Layout
 from rlkv.models.loading import load_config
 from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
@@ -106,15 +107,17 @@ class CompressionMethod:
         self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int
     ) -> HeadAllocation:
         """Return the full heads; ``ValueError`` if the gates are not those of the model."""
-        shape = ModelShape.from_config(config)
-        size = (shape.num_layers, shape.num_kv_heads)
-        if self.ranking is None:
-            return HeadAllocation(torch.full(size, self.policy is None, dtype=torch.bool))
-        assert self.sparsity is not None
-        if self.ranking == RANDOM_HEADS:
-            return HeadAllocation.random(*size, self.sparsity, seed)
+        sparsity = self.sparsity
+        if sparsity is None:
+            sparsity = 0.0 if self.policy is None else 1.0
+        if self.ranking in (None, RANDOM_HEADS):
+            shape = ModelShape.from_config(config)
+            heads = Layout.from_config(config).heads
+            return HeadAllocation.random(
+                shape.num_layers, shape.num_kv_heads, sparsity, seed, heads
+            )
         gates[self.ranking].check_model(config)
-        return HeadAllocation.from_gates(gates[self.ranking], self.sparsity)
+        return HeadAllocation.from_gates(gates[self.ranking], sparsity)
 
 
 def parse_methods(names: Sequence[str], rankings: list[str]) -> list[CompressionMethod]:

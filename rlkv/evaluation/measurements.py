@@ -22,13 +22,15 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import gated_places
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.base import share_held
 from rlkv.utils.files import read_json
 from rlkv.utils.runtime import digest
 
@@ -43,7 +45,8 @@ class Answer(NamedTuple):
     """One greedy text: its verdict, 1.0 or 0.0, tokens, and bytes of KV in use at its end.
 
     ``mode``: how it failed (:data:`rlkv.evaluation.metrics.MODES`), None where it is right;
-    ``kv_bytes_full``: of the full cache for the same tokens.
+    ``kv_bytes_full``: of the full cache for the same tokens; ``kv_bytes_unchanged``: the part of
+    both that is of layers without gates.
     """
 
     correct: float
@@ -51,6 +54,7 @@ class Answer(NamedTuple):
     tokens: NDArray[np.int32]
     kv_bytes: int
     kv_bytes_full: int
+    kv_bytes_unchanged: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,7 @@ class Outcome:
         answers = []
         for row in rows:
             tokens = np.array(row["token_ids"], dtype=np.int32)  # a list takes several times more
-            held = (row["kv_bytes"], row["kv_bytes_full"])
+            held = (row["kv_bytes"], row["kv_bytes_full"], row.get("kv_bytes_unchanged", 0))
             answers.append(Answer(float(row["correct"]), error_mode(row), tokens, *held))
         return cls(key, tuple(answers), sum(row["seconds"] for row in rows))
 
@@ -110,11 +114,20 @@ def mean_scores(runs: Sequence[Outcome]) -> Floats:
     return np.mean([run.correct for run in runs], axis=0)
 
 
-def held_share(runs: Sequence[Outcome]) -> float:
-    """Return bytes of KV in use over those of the full cache, both summed over all answers."""
+def kv_shares(runs: Sequence[Outcome]) -> dict[str, float]:
+    """Return bytes of KV in use over those of the full cache, both summed over all answers.
+
+    ``kv_share``: of the whole model; ``kv_share_gated``: of the layers with gates, where there are
+    others.
+    """
     answers = list(chain.from_iterable(run.answers for run in runs))
     held = sum(answer.kv_bytes for answer in answers)
-    return held / sum(answer.kv_bytes_full for answer in answers)
+    full = sum(answer.kv_bytes_full for answer in answers)
+    unchanged = sum(answer.kv_bytes_unchanged for answer in answers)
+    found = {"kv_share": share_held(held, full)}
+    if unchanged:
+        found["kv_share_gated"] = share_held(held, full, unchanged)
+    return found
 
 
 def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics:
@@ -123,9 +136,8 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
     Returns:
         ``mean, low, high, n`` over problems, of the mean over seeds; ``seeds``, the accuracy of
         each; ``distinct``, the different measurements among them (seeds with the same heads are
-        one); ``draws``, the random orders that share the problems, else 1; ``kv_share``, bytes of
-        KV in use over those of the full cache; ``versus_full``, the paired difference to ``full``,
-        None without it.
+        one); ``draws``, the random orders that share the problems, else 1; those of
+        :func:`kv_shares`; ``versus_full``, the paired difference to ``full``, None without it.
     """
     scores = mean_scores(runs)
     return {
@@ -133,7 +145,7 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
         "seeds": [float(run.correct.mean()) for run in runs],
         "distinct": len({run.key for run in runs}),
         "draws": runs[0].draws,
-        "kv_share": held_share(runs),
+        **kv_shares(runs),
         "versus_full": None if full is None else asdict(paired_difference(full.correct, scores)),
     }
 
@@ -246,6 +258,7 @@ class Ranking:
         gates, files: for each seed, where the order is that of a gates file; else empty.
         drawn: the orders are random draws, which share the problems of a task; else each one
             decodes all of them.
+        heads: how many heads of each layer can be compressed; None: all.
     """
 
     name: str
@@ -254,14 +267,16 @@ class Ranking:
     gates: tuple[HeadGates, ...] = ()
     files: tuple[str, ...] = ()
     drawn: bool = False
+    heads: Sequence[int] | None = None
 
     @property
     def num_heads(self) -> int:
-        return self.shape[0] * self.shape[1]
+        """Return how many heads can be compressed."""
+        return len(self.orders[0])
 
     def allocations(self, sparsity: float) -> list[HeadAllocation]:
         """Return an allocation per seed: the first ``sparsity`` of its order is compressible."""
-        return [HeadAllocation.from_order(order, *self.shape, sparsity) for order in self.orders]
+        return [self._allocation(order, sparsity) for order in self.orders]
 
     def without_top(self, heads: int) -> list[HeadAllocation]:
         """Return an allocation per seed: only the *last* ``heads`` of its order are compressible.
@@ -269,7 +284,10 @@ class Ranking:
         Those are the heads that the ranking considers most needed.
         """
         share = heads / self.num_heads
-        return [HeadAllocation.from_order(order[::-1], *self.shape, share) for order in self.orders]
+        return [self._allocation(order[::-1], share) for order in self.orders]
+
+    def _allocation(self, order: Order, sparsity: float) -> HeadAllocation:
+        return HeadAllocation.from_order(order, *self.shape, sparsity, self.heads)
 
 
 def group_by_name(
@@ -300,7 +318,7 @@ def gates_rankings(files: dict[str, list[str]]) -> list[Ranking]:
         gates = tuple(HeadGates.load(path) for path in paths)
         orders = tuple(tuple(compression_order(each)) for each in gates)
         shape = (gates[0].num_layers, gates[0].num_kv_heads)
-        found.append(Ranking(name, shape, orders, gates, tuple(paths)))
+        found.append(Ranking(name, shape, orders, gates, tuple(paths), heads=gates[0].heads))
     return found
 
 
@@ -317,21 +335,29 @@ class GroundTruth(NamedTuple):
 
 
 def reference_rankings(
-    shape: ModelShape, truth: GroundTruth | None, random_draws: int
+    shape: ModelShape,
+    truth: GroundTruth | None,
+    random_draws: int,
+    heads: Sequence[int] | None = None,
 ) -> list[Ranking]:
-    """Return the elimination order of a ground truth, where there is one, and random draws."""
+    """Return the elimination order of a ground truth, where there is one, and random draws.
+
+    heads: how many heads of each layer can be compressed; None: all.
+    """
     size = (shape.num_layers, shape.num_kv_heads)
     found = []
     if truth is not None:
-        found.append(Ranking(ORACLE, size, (truth.elimination,)))
+        found.append(Ranking(ORACLE, size, (truth.elimination,), heads=heads))
     if random_draws:
-        draws = tuple(tuple(random_order(*size, seed)) for seed in range(random_draws))
-        found.append(Ranking(RANDOM, size, draws, drawn=True))
+        draws = tuple(tuple(random_order(*size, seed, heads)) for seed in range(random_draws))
+        found.append(Ranking(RANDOM, size, draws, drawn=True, heads=heads))
     return found
 
 
-def read_truth(path: Path, shape: ModelShape) -> GroundTruth:
+def read_truth(path: Path, shape: ModelShape, heads: Sequence[int] | None = None) -> GroundTruth:
     """Read a ground-truth file.
+
+    heads: how many heads of each layer can be compressed; None: all.
 
     Raises:
         ValueError: if it is not such a file, does not name every head of a model of this shape
@@ -341,11 +367,12 @@ def read_truth(path: Path, shape: ModelShape) -> GroundTruth:
     try:
         content = read_json(path)
         order = tuple((step["layer"], step["head"]) for step in content["elimination"])
-        heads = sorted(order)
+        named = sorted(order)
         lost = np.array(content["accuracy_lost_by_single_head"], dtype=np.float64)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--oracle {path} is not a ground-truth file ({error})") from None
-    if heads != list(np.ndindex(size)) or lost.shape != size or not np.isfinite(lost).all():
+    every = list(map(tuple, gated_places(heads, *size).nonzero().tolist()))
+    if named != every or lost.shape != size or not np.isfinite(lost).all():
         raise ValueError(
             f"--oracle {path} must eliminate each head of a model with {size[0]} layers x "
             f"{size[1]} KV heads once and say what accuracy each one costs alone: measure it with "
@@ -364,10 +391,12 @@ def agreement(gates: HeadGates, truth: GroundTruth) -> dict[str, float | None]:
     position = torch.zeros_like(gates.alpha)
     for place, head in enumerate(truth.elimination):
         position[head] = place
-    oracle = HeadAllocation.from_order(truth.elimination, gates.num_layers, gates.num_kv_heads, 0.5)
+    size = (gates.num_layers, gates.num_kv_heads)
+    oracle = HeadAllocation.from_order(truth.elimination, *size, 0.5, gates.heads)
+    gated = gates.gated
     return {
-        "spearman_single_head": _correlation(gates.alpha, truth.lost),
-        "spearman_elimination": _correlation(gates.alpha, position),
+        "spearman_single_head": _correlation(gates.alpha[gated], truth.lost[gated]),
+        "spearman_elimination": _correlation(gates.alpha[gated], position[gated]),
         "overlap_at_0.5": HeadAllocation.from_gates(gates, 0.5).overlap(oracle),
     }
 
@@ -375,7 +404,7 @@ def agreement(gates: HeadGates, truth: GroundTruth) -> dict[str, float | None]:
 def _correlation(a: Tensor, b: Tensor) -> float | None:
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         return None
-    return float(spearmanr(a.flatten(), b.flatten()).statistic)
+    return float(spearmanr(a, b).statistic)
 
 
 # --- the same bytes
@@ -391,11 +420,13 @@ class Texts:
     """
 
     lengths: list[tuple[int, int]]
-    size: EntrySize
+    size: KVSizes
     cache: CacheSettings
 
     def held(self, policy: EvictionPolicy | None, full: Tensor, fixed: bool = False) -> float:
         """Return bytes in use over those of the full cache, both summed over texts.
+
+        They are those of the layers with gates, which alone can hold less.
 
         fixed: a ratio is of each text's length from its start, not of the tokens read so far.
         """
@@ -441,7 +472,7 @@ def split_heads(
     The smaller ``head_share``, the more heads stay full.  None if all heads would have to be
     compressible.
     """
-    total = shape[0] * shape[1]
+    total = len(order)
     compressible = round(total * (1 - share) / (1 - head_share * share))
     if compressible >= total:
         return None

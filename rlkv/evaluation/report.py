@@ -401,7 +401,10 @@ def plot_stacked(
 
 
 def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
-    """Plot the gates of each method: layers across, KV heads down, colors from 0 to 1."""
+    """Plot the gates of each method: layers across, KV heads down, colors from 0 to 1.
+
+    Places of NaN, which have no gate, stay white.
+    """
     columns = min(MOST_MAPS, len(alphas))
     lines = -(-len(alphas) // columns)
     first = next(iter(alphas.values()))

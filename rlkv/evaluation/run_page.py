@@ -119,7 +119,8 @@ def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
     means = alphas.double().cumsum(0) / torch.arange(1, len(alphas) + 1)[:, None, None]
     number = min(len(alphas), MOST_COMPARED)
     places = torch.linspace(0, len(alphas) - 1, number).round().int().tolist()
-    by_step = {steps[i]: HeadGates(alphas[i], means[i].float()) for i in places}
+    heads = logs.gates[-1].get("heads")
+    by_step = {steps[i]: HeadGates(alphas[i], means[i].float(), heads=heads) for i in places}
     last = by_step[steps[-1]]
     plot_gates(last, folder / "heat_map.png")
     page.picture(folder / "heat_map.png", f"Gates after step {steps[-1]}")
@@ -133,13 +134,13 @@ def _write_gates(page: Page, logs: RunLogs, folder: Path) -> None:
             curve.append((float(step), full.overlap(allocation)))
         curves[f"sparsity {sparsity:g}"] = curve
         if is_decided(last, allocation.full):
-            chosen[f"sparsity {sparsity:g}"] = allocation.full
+            chosen[f"sparsity {sparsity:g}"] = allocation.full & last.gated
     panel = _panel("Share of the last full heads that were full before", curves, is_share=True)
     page.picture(plot_curves(folder / "settled.png", panel), panel.title)
     if not chosen:
         return
     rows = []
-    for layer in range(last.num_layers):
+    for layer in last.layers:
         heads = [full[layer].nonzero()[:, 0].tolist() for full in chosen.values()]
         rows.append([f"layer {layer}", *(" ".join(map(str, numbers)) for numbers in heads)])
     page.table(["", *chosen], rows, "Full heads after the last step, where the gates decide")

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv import __version__
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
@@ -131,12 +131,12 @@ class Decoder(Protocol):
 
     Attributes:
         allocation: which heads are full.
-        size: of an entry of a KV head.
+        size: of what its caches hold.
         facts: what texts depend on in addition to :class:`RunSettings` and the prompts.
     """
 
     allocation: HeadAllocation
-    size: EntrySize
+    size: KVSizes
     facts: dict[str, Any]
 
     def stream(
@@ -172,7 +172,8 @@ def run_method(
     Returns:
         Rows in the order of problems and samples, with the fields key, sample, text, token_ids,
         finish_reason, correct, repetitive, kv_bytes and kv_bytes_full (at the end of that text
-        alone), and seconds (each moment is divided equally among the rows that are decoded); see
+        alone; of a hybrid also kv_bytes_unchanged, the part of both that is of layers without
+        gates), and seconds (each moment is divided equally among the rows that are decoded); see
         docs/evaluate.md.
 
     Raises:
@@ -251,7 +252,7 @@ def measured(
     place: int,
     settings: RunSettings,
     full: Tensor,
-    size: EntrySize,
+    size: KVSizes,
 ) -> Row:
     """Return the fields of a row that need no verdict."""
     ids = completion.token_ids
@@ -259,13 +260,16 @@ def measured(
     tokens = prompt + len(ids) - 1  # the last token is never fed
     planned = None if settings.planned is None else torch.tensor([settings.planned[place]])
     held, whole = kv_nbytes(settings.cache, full, size, prompt, tokens, planned)
+    unchanged = int(size.unchanged_nbytes(tokens))
     # a text that ends by itself is not checked at its end token
     checked = ids[:-1] if completion.finish_reason == "stop" else ids
+    of_others = {"kv_bytes_unchanged": unchanged} if size.others else {}
     return {
         "finish_reason": completion.finish_reason,
         "repetitive": settings.rule(checked),
-        "kv_bytes": int(held),
-        "kv_bytes_full": int(whole),
+        "kv_bytes": int(held) + unchanged,
+        "kv_bytes_full": int(whole) + unchanged,
+        **of_others,
         "seconds": round(completion.seconds, 4),
         "text": completion.text,
         "token_ids": ids,

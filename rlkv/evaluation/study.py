@@ -14,13 +14,12 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
+from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.eval_report import published_name
 from rlkv.evaluation.evaluate import TaskOptions
@@ -34,8 +33,8 @@ from rlkv.evaluation.measurements import (
     Texts,
     gates_rankings,
     group_by_name,
-    held_share,
     join,
+    kv_shares,
     read_truth,
     reference_rankings,
     split_heads,
@@ -332,7 +331,7 @@ class Study:
                 **condition.describe(),
                 "accuracy": float(outcome.correct.mean()),
                 "n": outcome.correct.size,
-                "kv_share": held_share([outcome]),
+                **kv_shares([outcome]),
                 "seconds": round(outcome.seconds, 2),
             }
             found.append(described)
@@ -379,7 +378,7 @@ class Study:
     # conditions of a task, and their outcomes
 
     def full_condition(self, task: str) -> Condition:
-        return Condition(task, HeadAllocation(torch.ones(self.first.shape, dtype=torch.bool)))
+        return Condition(task, self.first.allocations(0.0)[0])
 
     def seeds(
         self, task: str, ranking: Ranking, allocations: Sequence[HeadAllocation]
@@ -431,7 +430,7 @@ class Study:
         for problem, answer in zip(self.problems[task], self.full(task).answers, strict=True):
             prompt = len(problem.prompt_ids)
             lengths.append((prompt, prompt + len(answer.tokens) - 1))  # the last one is never fed
-        return Texts(lengths, EntrySize.of(self.model), self.cache)
+        return Texts(lengths, KVSizes.of(self.model), self.cache)
 
     def matches(self, task: str) -> list[Match]:
         """Return :func:`matched_methods`, which walks all texts for each budget, made once."""
@@ -462,7 +461,8 @@ def load_study(config: StudyConfig) -> Study:
     for gates in every_gates:
         gates.check_model(model.config)
     shape = ModelShape.from_config(model.config)
-    truth = None if config.oracle is None else read_truth(config.oracle, shape)
+    heads = methods[0].heads
+    truth = None if config.oracle is None else read_truth(config.oracle, shape, heads)
     problems = {}
     settings = {}
     for task, drawn in loaded:
@@ -475,10 +475,10 @@ def load_study(config: StudyConfig) -> Study:
         config=config,
         model=model,
         tokenizer=tokenizer,
-        rankings=(*methods, *reference_rankings(shape, truth, config.random_draws)),
+        rankings=(*methods, *reference_rankings(shape, truth, config.random_draws, heads)),
         ablations=tuple(ablations),
         policies=policies,
-        top_heads=top_heads(config.top_heads, shape.num_layers * shape.num_kv_heads),
+        top_heads=top_heads(config.top_heads, methods[0].num_heads),
         truth=truth,
         published=published,
         problems=problems,
@@ -544,7 +544,8 @@ def policy_templates(
 def matched_methods(study: Study, task: str) -> list[Match]:
     """Return all methods at every saving.
 
-    A saving is the share of the full cache's bytes that must not be held at the end of a text.
+    A saving is the share of the full cache's bytes that must not be held at the end of a text, in
+    the layers with gates.
     Policies alone in all heads with a dynamic and, of those named in the options, a fixed budget,
     for each problem a share of its own full-cache text (RLKV, figure 16); every ranking (its first
     seed, random heads: all draws) with sinks and a window; policies under the heads of the first
@@ -554,7 +555,7 @@ def matched_methods(study: Study, task: str) -> list[Match]:
     first = study.first
     texts = study.full_texts(task)
     lengths = tuple(tokens for _, tokens in texts.lengths)
-    none_full = torch.zeros(first.shape, dtype=torch.bool)
+    none_full = first.allocations(1.0)[0].full
 
     def evicting(
         share: float, template: EvictionPolicy, full: Tensor | None, fixed: bool = False
@@ -564,7 +565,8 @@ def matched_methods(study: Study, task: str) -> list[Match]:
         policy = texts.match_ratio(share, template, full, fixed)
         if policy is None:
             return []
-        return [Condition(task, HeadAllocation(full), policy, lengths if fixed else None)]
+        allocation = HeadAllocation(full, first.heads)
+        return [Condition(task, allocation, policy, lengths if fixed else None)]
 
     found = []
     for saved in config.levels("savings"):
@@ -577,7 +579,7 @@ def matched_methods(study: Study, task: str) -> list[Match]:
         for ranking in study.rankings:
             orders = ranking.orders if ranking.drawn else ranking.orders[:1]
             kept = [texts.match_heads(share, order, first.shape) for order in orders]
-            allocations = [HeadAllocation(full) for full in kept if full is not None]
+            allocations = [HeadAllocation(full, first.heads) for full in kept if full is not None]
             conditions = study.seeds(task, ranking, allocations) if allocations else []
             found.append(Match(f"{ranking.name} + sinks + window", ranking.name, saved, conditions))
         split = split_heads(first.orders[0], share, config.head_share, first.shape)

@@ -350,6 +350,8 @@ def _budget_cell(of: Metrics | None) -> str:
         entries = f"{of['budget']['ratio']:.3f} of the {text} + {of['budget']['extra']}"
         kept = f"{kept}, {entries}" if of["full_heads"] else entries
     held = f"{of['accuracy']['kv_share']:.0%} held"
+    if "kv_share_gated" in of["accuracy"]:
+        held += f" ({of['accuracy']['kv_share_gated']:.0%} in layers with gates)"
     return f"{accuracy_cell(of['accuracy'])}; {held}: {kept}"
 
 

@@ -50,10 +50,16 @@ def compression_order(gates: HeadGates) -> list[tuple[int, int]]:
     return [divmod(i, gates.num_kv_heads) for i in order]
 
 
-def random_order(num_layers: int, num_kv_heads: int, seed: int) -> list[tuple[int, int]]:
-    """Shuffle all heads (layer, head): :meth:`HeadAllocation.random` compresses them in turn."""
+def random_order(
+    num_layers: int, num_kv_heads: int, seed: int, heads: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Shuffle all heads (layer, head): :meth:`HeadAllocation.random` compresses them in turn.
+
+    heads: how many of each layer can be compressed; None: all.
+    """
+    places = gated_places(heads, num_layers, num_kv_heads).flatten().nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(num_layers * num_kv_heads, generator=generator).tolist()
+    order = places[torch.randperm(len(places), generator=generator)].tolist()
     return [divmod(i, num_kv_heads) for i in order]
 
 
@@ -180,11 +186,19 @@ class HeadAllocation:
 
     @classmethod
     def random(
-        cls, num_layers: int, num_kv_heads: int, sparsity: float, seed: int
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        sparsity: float,
+        seed: int,
+        heads: Sequence[int] | None = None,
     ) -> HeadAllocation:
-        """Draw ``num_full_heads(sparsity, L * H)`` full heads, nested over sparsities of a seed."""
-        order = random_order(num_layers, num_kv_heads, seed)
-        return cls.from_order(order, num_layers, num_kv_heads, sparsity)
+        """Draw ``num_full_heads(sparsity, N)`` full heads, nested over sparsities of a seed.
+
+        heads: how many of each layer can be compressed, N in all; None: all L * H.
+        """
+        order = random_order(num_layers, num_kv_heads, seed, heads)
+        return cls.from_order(order, num_layers, num_kv_heads, sparsity, heads)
 
     def rounded_up(self, gates: HeadGates, multiple: int) -> HeadAllocation:
         """Add the fewest full heads, of the largest gates, that make their number a multiple."""
@@ -249,7 +263,7 @@ def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
 
     Of equal gates, the means over training decide.
     """
-    if bool(full_LH.all()) or not bool(full_LH.any()):
+    if bool(full_LH.all()) or not bool((full_LH & gates.gated).any()):
         return True
     full, others = (
         zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)

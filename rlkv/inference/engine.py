@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import CacheSettings, HeadReallocationCache
-from rlkv.cache.reallocation import full_cache
+from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
 from rlkv.models.prompts import fill_template, render_prompt
@@ -32,8 +32,7 @@ def cache_nbytes(cache: Cache) -> int:
     """Count the bytes of KV that a cache holds, ours or transformers' own."""
     if isinstance(cache, HeadReallocationCache):
         return cache.nbytes()
-    layers: list[Any] = list(cache.layers)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+    return sum(state.nbytes for layer in cache.layers for state in cached_states(layer))
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,8 @@ class InferenceEngine(HFEngine):
     @staticmethod
     def _usage(tokens: int, seconds: float, cache: Cache) -> Usage:
         if isinstance(cache, HeadReallocationCache):
-            return Usage(tokens, seconds, cache.used_nbytes(), cache.full_nbytes())
+            unchanged = cache.unchanged_nbytes()
+            return Usage(tokens, seconds, cache.used_nbytes(), cache.full_nbytes(), unchanged)
         held = cache_nbytes(cache)
         return Usage(tokens, seconds, held, held)
 

@@ -147,12 +147,15 @@ class Usage:
         kv_bytes: bytes of KV in use at the end, without the headroom of growing buffers and entries
             that are empty.
         kv_bytes_full: bytes of the full cache for the same tokens.
+        kv_bytes_unchanged: the part of both that compression leaves as it is: sliding windows and
+            linear states.
     """
 
     tokens: int
     seconds: float
     kv_bytes: int
     kv_bytes_full: int
+    kv_bytes_unchanged: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -166,15 +169,26 @@ class Usage:
             self.seconds + other.seconds,
             larger.kv_bytes,
             larger.kv_bytes_full,
+            larger.kv_bytes_unchanged,
         )
 
     def summary(self) -> str:
-        share = self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else 1.0
+        held = f"{share_held(self.kv_bytes, self.kv_bytes_full):.1%}"
+        if self.kv_bytes_unchanged:
+            gated = share_held(self.kv_bytes, self.kv_bytes_full, self.kv_bytes_unchanged)
+            held += f"; {gated:.1%} in the layers with gates"
         return (
             f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, bytes of KV in use / "
-            f"bytes the full cache would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} "
-            f"({share:.1%})"
+            f"bytes the full cache would hold: {self.kv_bytes:,} / {self.kv_bytes_full:,} ({held})"
         )
+
+
+def share_held(held: int, full: int, unchanged: int = 0) -> float:
+    """Return bytes in use over those of the full cache, without what is ``unchanged`` in both.
+
+    1 if nothing is left.
+    """
+    return (held - unchanged) / (full - unchanged) if full > unchanged else 1.0
 
 
 NO_USAGE = Usage(0, 0.0, 0, 0)

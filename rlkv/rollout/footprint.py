@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlkv.models.builtin import BUILT_IN, connection_error
+from rlkv.models.layout import Layout
 from rlkv.models.loading import is_path, model_source, resolve_device, resolve_dtype
 from rlkv.models.shape import PUBLISHED, ModelShape
 
@@ -85,7 +86,9 @@ class Footprint:
 
     Attributes:
         weights: bytes.
-        kv_per_token: bytes of KV of one token in all heads.
+        heads: how many heads of each layer can be compressed, as ``HeadAllocation.heads``.
+        kv_per_token: bytes of KV of one token in all layers as if each had full attention, which is
+            more than a hybrid holds.
         hidden, intermediate, vocabulary: widths of its states, of what an MLP holds of a token, of
             its logits.
         itemsize: bytes of an element.
@@ -93,6 +96,7 @@ class Footprint:
 
     architecture: str
     shape: ModelShape
+    heads: tuple[int, ...]
     parameters: int
     weights: int
     kv_per_token: int
@@ -126,6 +130,7 @@ class Footprint:
         return cls(
             architecture=type(built).__name__,
             shape=shape,
+            heads=Layout.from_config(config).heads,
             parameters=parameters,
             weights=parameters * size,
             kv_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,17 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.attention import IMPLEMENTATION
 from rlkv.attention.call import MixedCall, local_rule, mixed_mask
-from rlkv.attention.head_gate import gate_shares, set_gates
+from rlkv.attention.head_gate import gate_counts, gate_shares, set_gates
 from rlkv.attention.mixed import plain_attention
 from rlkv.attention.softmax import SCORES_AT_ONCE, Softmax
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import gated_places
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
 from rlkv.training.solutions import (
     GROUPS_OF_ALL,
-    check_layers,
+    check_masks,
     draw_traces,
     hard_masks,
     load_solutions,
@@ -77,7 +78,7 @@ def score_heads(
             f"{len(traces)} solutions, {longest} tokens with its prompt, so that every head would "
             "score 0: take smaller ones"
         )
-    check_layers(model)
+    check_masks(model, traces[0], "full")
     config = {name: getattr(settings, name) for name in sorted(READ)}
     config |= {"seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])
@@ -90,6 +91,8 @@ def score_heads(
         if run.wandb is not None:
             run.wandb.start(args.run_name)
         records: list[dict[str, Any]] = []
+        heads = gate_counts(gated)
+        has_gate = gated_places(heads, len(heads), max(heads))
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
         sum_LH = torch.zeros(1)
         with progress_bar("attention", "solutions", len(ordered)) as bar:
@@ -103,13 +106,14 @@ def score_heads(
                 bar.advance(len(texts))
                 sum_LH = sum_LH + score_BLH.sum(0)
                 score_LH = sum_LH / bar.done
-                record = {**gate_shares(score_LH), "time/step_s": time.perf_counter() - wall}
+                record = gate_shares(score_LH[has_gate])
+                record["time/step_s"] = time.perf_counter() - wall
                 record["time/step_cpu_s"] = time.process_time() - cpu
                 records.append({"step": len(records) + 1, **record})
                 append_record(run.path / LOG, len(records), record)
-                append_record(run.path / GATES_LOG, len(records), {"alpha": score_LH.tolist()})
+                append_gates(run.path, len(records), score_LH.tolist(), heads)
                 if run.wandb is not None:
-                    run.wandb.log(records, score_LH, {}, [])
+                    run.wandb.log(records, score_LH[has_gate], {}, [])
         set_gates(gated, score_LH)
         gates = run.gates(gated, score_LH, "attention_mass", len(records))
     gates.training |= {
@@ -132,9 +136,10 @@ def outside_mass(
         over: ``"max"`` or ``"mean"`` of a solution's queries.
 
     Returns:
-        ``[B, L, H]`` in [0, 1], float32 on the CPU.
+        ``[B, L, H]`` in [0, 1], float32 on the CPU; 1 where there is no gate.
     """
-    scores: list[Tensor] = []
+    heads = gate_counts(gated)
+    score_BLH = torch.ones(len(texts), len(heads), max(heads))
 
     def attend(
         module: nn.Module,
@@ -145,12 +150,12 @@ def outside_mass(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        softmax = Softmax.of_call(query, scaling, kwargs)
-        mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, softmax)
-        if over == "max":
-            scores.append(mass_BHQ.amax(-1))
-        else:
-            scores.append(mass_BHQ.sum(-1) / queries_B1)
+        own = cast(Any, module).layer_idx
+        if heads[own]:
+            softmax = Softmax.of_call(query, scaling, kwargs)
+            mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, softmax)
+            mass_BH = mass_BHQ.amax(-1) if over == "max" else mass_BHQ.sum(-1) / queries_B1
+            score_BLH[:, own, : heads[own]] = mass_BH.float().cpu().clamp(0, 1)
         return plain_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
     AttentionInterface.register(MEASURING, attend)
@@ -165,7 +170,7 @@ def outside_mass(
             batch.states(base.get_decoder())
         finally:
             base.set_attn_implementation(IMPLEMENTATION)
-    return torch.stack(scores, dim=1).float().cpu().clamp(0, 1)
+    return score_BLH
 
 
 def mass_of_call(

@@ -62,7 +62,7 @@ from rlkv.training.run_folder import (
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
     check_head,
-    check_layers,
+    check_masks,
     log_probabilities,
     make_batch,
     read_traces,
@@ -148,8 +148,7 @@ def distill(
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids)
-    if settings.prefill == "full":
-        check_layers(model)
+    check_masks(model, draw(0)[0], settings.prefill)
     was_training = model.training
     adapter = HeadGateConfig(sink=settings.sink, window=settings.window)
     gated: Any = get_peft_model(model, adapter, autocast_adapter_dtype=False)

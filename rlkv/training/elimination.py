@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order, num_full_heads
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import Layout, gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import (
     RESUMABLE_KEYS,
@@ -35,14 +36,14 @@ from rlkv.training.config import (
     option_names,
 )
 from rlkv.training.distillation import distill_traces
-from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_record
+from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
 from rlkv.training.solutions import (
     GROUPS_OF_ALL,
     KEPT,
     KEY,
     TraceLoss,
     check_head,
-    check_layers,
+    check_masks,
     draw_traces,
     hard_masks,
     load_solutions,
@@ -93,9 +94,11 @@ def eliminate_heads(
     settings, model, recorded = load_solutions(settings, args, model, tokenizer)
     traces, others = draw_traces(recorded, settings.elimination_traces, args.seed)
     check_head(model, traces[0].ids)
-    check_layers(model)
+    check_masks(model, traces[0], settings.elimination_prefill)
     shape = ModelShape.from_config(model.config)
-    order = [(i, j) for i in range(shape.num_layers) for j in range(shape.num_kv_heads)]
+    heads = Layout.from_config(model.config).heads
+    gated = gated_places(heads, shape.num_layers, shape.num_kv_heads)
+    order = [(layer, head) for layer, head in gated.nonzero().tolist()]
     low = TRUSTED_SPARSITY if settings.elimination_distillation else 0.0
     high = settings.elimination_sparsity
     num_removals(len(order), low, high)
@@ -113,20 +116,23 @@ def eliminate_heads(
         seconds = 0.0
         if settings.elimination_distillation:
             order, seconds = distilled_order(settings, args, run.path / DISTILLED, recorded, model)
-        log = RemovalLog(run, args.run_name, seconds)
-        with hard_masks(model, settings.deploy_sink, settings.deploy_window) as gated:
-            loss = TraceLoss(gated, traces, settings.forward_rows, prefill, store)
+        log = RemovalLog(run, args.run_name, seconds, heads)
+        with hard_masks(model, settings.deploy_sink, settings.deploy_window) as masked:
+            loss = TraceLoss(masked, traces, settings.forward_rows, prefill, store)
             budget = settings.elimination_budget
             measured, facts = eliminate(loss, order, low, high, budget, log.append)
             del loss  # it holds what layers returned for all solutions
             if settings.elimination_distillation and others:
-                measured, choice = choose_order(gated, others, order, measured, low, high, prefill)
+                measured, choice = choose_order(masked, others, order, measured, low, high, prefill)
                 log.add_seconds(choice["choice_cpu_seconds"])
                 facts |= choice
     facts |= {"prefill": prefill, "traces": len(traces), "distillation_cpu_seconds": seconds}
+    alpha = torch.ones(gated.shape)
+    alpha[gated] = torch.linspace(0, 1, len(order))
     gates = HeadGates(
-        torch.linspace(0, 1, len(order)).view(shape.num_layers, shape.num_kv_heads),
+        alpha,
         model=shape,
+        heads=heads,
         sink=settings.deploy_sink,
         window=settings.deploy_window,
         deploy_sink=settings.deploy_sink,
@@ -198,11 +204,11 @@ def rerank_on_traces(
         prefill: ``"full"`` or ``"local"``, how prompts are read when serving.
 
     Raises:
-        ValueError: for layers without full attention, or an empty span.
+        ValueError: for a model without gates, or an empty span.
     """
-    num_removals(gates.alpha.numel(), low, high)
+    num_removals(int(gates.gated.sum()), low, high)
     check_head(model, traces[0].ids)
-    check_layers(model)
+    check_masks(model, traces[0], prefill)
     with hard_masks(model, gates.deploy_sink, gates.deploy_window) as gated:
         loss = TraceLoss(gated, traces, rows, prefill)
         order, facts = eliminate(loss, compression_order(gates), low, high, budget)
@@ -226,6 +232,17 @@ def num_removals(total: int, low: float, high: float) -> int:
     return found
 
 
+def full_heads(order: Sequence[Head], sparsity: float) -> Tensor:
+    """Return which heads are full, bool ``[L, H]``, up to the last layer with gates.
+
+    order: all heads with a gate, least needed first.
+    """
+    heads = [0] * (max(order)[0] + 1)
+    for layer, _ in order:
+        heads[layer] += 1
+    return HeadAllocation.from_order(order, len(heads), max(heads), sparsity, heads).full
+
+
 def eliminate(
     loss: TraceLoss,
     order: Sequence[Head],
@@ -247,8 +264,7 @@ def eliminate(
     """
     steps = num_removals(len(order), low, high)
     most = budget * len(order)
-    last_layer, last_head = max(order)
-    full_LH = HeadAllocation.from_order(order, last_layer + 1, last_head + 1, low).full
+    full_LH = full_heads(order, low)
     gone = [head for head in order if not full_LH[head]]
     left = order[len(gone) :]
     before = loss.of(full_LH)
@@ -299,9 +315,9 @@ def with_order(gates: HeadGates, order: Sequence[Head]) -> HeadGates:
 
     ``mean_alpha`` becomes the place in the order, 0 to 1, so that equal gates keep it too.
     """
-    alpha = torch.empty_like(gates.alpha)
-    rank = torch.empty_like(gates.mean_alpha)
-    values = gates.alpha.flatten().sort().values
+    alpha = torch.ones_like(gates.alpha)
+    rank = torch.ones_like(gates.mean_alpha)
+    values = gates.alpha[gates.gated].sort().values
     for place, head in enumerate(order):
         alpha[head] = values[place]
         rank[head] = place / max(1, len(order) - 1)
@@ -334,13 +350,12 @@ def choose_order(
     started = time.process_time()
     orders = {"measured": measured, MEAN: mean_order(distilled, measured), "distilled": distilled}
     third = (high - low) / 3
-    last_layer, last_head = max(measured)
     loss = TraceLoss(gated, traces, 1, prefill)
     losses = {}
     for name, order in orders.items():
         total_N = torch.zeros(len(traces), dtype=torch.float64)
         for sparsity in (low + third, high - third):
-            full_LH = HeadAllocation.from_order(order, last_layer + 1, last_head + 1, sparsity).full
+            full_LH = full_heads(order, sparsity)
             total_N += torch.tensor(loss.of_batches(full_LH), dtype=torch.float64)
         losses[name] = total_N / 2
     kept = best(losses)
@@ -372,10 +387,15 @@ class RemovalLog:
 
     ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.  The first record's time
     has the ``seconds`` of the distillation before.  W&B gets the records too.
+
+    heads: how many gates each layer has.
     """
 
-    def __init__(self, run: RunFolder, name: str | None, seconds: float) -> None:
+    def __init__(
+        self, run: RunFolder, name: str | None, seconds: float, heads: Sequence[int]
+    ) -> None:
         self.folder = run.path
+        self.heads = heads
         self.wandb = run.wandb
         self.steps = 0
         self._cpu_seconds = -seconds
@@ -391,7 +411,9 @@ class RemovalLog:
         self._cpu_seconds = step["cpu_seconds"]
         record = {**step, "traces/kept": math.exp(-step["loss"]), "time/step_cpu_s": seconds}
         append_record(self.folder / LOG, self.steps, record)
-        append_record(self.folder / GATES_LOG, self.steps, {"alpha": full_LH.float().tolist()})
+        alpha = torch.ones(len(self.heads), max(self.heads))
+        alpha[: len(full_LH)] = full_LH.float()
+        append_gates(self.folder, self.steps, alpha.tolist(), self.heads)
         if self.wandb:
             logged = {f"elimination/{name.replace('/', '_')}": record[name] for name in record}
             self.wandb.run.log(logged)

@@ -17,7 +17,7 @@ import torch
 
 from rlkv.attention.branches import MIN_BLOCK
 from rlkv.attention.call import LocalSizes
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.plan import CacheSettings
 from rlkv.data.problems import read_curriculum
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
@@ -439,14 +439,17 @@ def _serving(plan: Plan, model: Footprint) -> str:
     settings = plan.settings
     shape = model.shape
     tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
-    size = EntrySize(shape.head_dim, shape.num_query_heads // shape.num_kv_heads, model.itemsize)
+    group_size = shape.num_query_heads // shape.num_kv_heads
+    size = KVSizes(shape.head_dim, group_size, model.itemsize, heads=model.heads)
+    places = (shape.num_layers, shape.num_kv_heads)
     kept = CacheSettings(settings.deploy_sink, settings.deploy_window)
     found = []
     for sparsity in (0.0, *SPARSITIES):
-        full = HeadAllocation.random(shape.num_layers, shape.num_kv_heads, sparsity, seed=0).full
+        full = HeadAllocation.random(*places, sparsity, seed=0, heads=model.heads).full
         used, _ = kv_nbytes(kept, full, size, torch.tensor([1]), torch.tensor([tokens]))
         found.append(f"{_size(int(used))} at {sparsity:g}")
-    return f"KV of a text of {tokens:,} tokens: {', '.join(found)}"
+    gated = " in the layers with gates" if min(model.heads) < shape.num_kv_heads else ""
+    return f"KV of a text of {tokens:,} tokens{gated}: {', '.join(found)}"
 
 
 def _size(number: float) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from rlkv.attention.head_gate import gate_counts, gate_shares, gates_matrix
+from rlkv.attention.head_gate import gate_counts, gate_shares, gate_values, gates_matrix
 from rlkv.gates import publish as share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates, plot_histogram
@@ -211,6 +211,14 @@ def append_record(path: Path, step: int, record: Mapping[str, Any]) -> None:
     append_line(path, {"step": step, **record})
 
 
+def append_gates(folder: Path, step: int, alpha: list[list[float]], heads: Sequence[int]) -> None:
+    """Add a line to ``gates.jsonl``, with ``heads`` (of each layer) where not all are as many."""
+    record: dict[str, Any] = {"alpha": alpha}
+    if min(heads) < len(alpha[0]):
+        record["heads"] = list(heads)
+    append_record(folder / GATES_LOG, step, record)
+
+
 @dataclass(frozen=True)
 class RunLogs:
     """Logs that a run has written so far.
@@ -320,7 +328,7 @@ class RunLog(TrainerCallback):
         alpha = gates_matrix(model)
         rounded = [[round(value, 6) for value in row] for row in alpha.tolist()]
         append_record(folder / LOG, step, logs)
-        append_record(folder / GATES_LOG, step, {"alpha": rounded})
+        append_gates(folder, step, rounded, gate_counts(model))
         every = self.sample_steps
         samples = self.get_samples() if every and (step == 1 or step % every == 0) else []
         for sample in samples:
@@ -333,7 +341,7 @@ class RunLog(TrainerCallback):
         self.records.append({"step": step, **logs})
         wandb = self.run.wandb
         if wandb is not None:
-            wandb.log(self.records, alpha, images, samples)
+            wandb.log(self.records, gate_values(model), images, samples)
         found = alerts(self.records)
         for alert in found:
             if alert.title not in self.known:
@@ -409,14 +417,14 @@ class WandbLog:
     def log(
         self,
         records: Sequence[dict[str, Any]],
-        alpha: Tensor,
+        gates: Tensor,
         images: Mapping[str, Path],
         samples: Sequence[dict[str, Any]],
     ) -> None:
         """Send the last of ``records``, with the gates, plots and texts of its step."""
         import wandb
 
-        sent: dict[str, Any] = {"heads/gates": wandb.Histogram(alpha.flatten().tolist())}
+        sent: dict[str, Any] = {"heads/gates": wandb.Histogram(gates.tolist())}
         for name, value in records[-1].items():
             if name != "step":
                 section = next(of for of, starts in SECTIONS.items() if name.startswith(starts))

@@ -6,6 +6,7 @@ V vocabulary, L layers, H KV heads.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import time
@@ -19,14 +20,13 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from rlkv.attention.head_gate import HeadGateConfig, full_attention_modules, set_gates
+from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
 from rlkv.models.loading import cache_argument, dtype_name, load_model
 from rlkv.models.prompts import render_prompt
-from rlkv.models.shape import ModelShape
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.utils.runtime import shadow
 from rlkv.utils.store import ResultStore
@@ -163,6 +163,11 @@ def draw_traces(
 
 def check_head(model: Any, ids: Sequence[int]) -> None:
     """Raise ``ValueError`` if logits are not the output embeddings of the last hidden states."""
+    if model.get_decoder() is model:
+        raise ValueError(
+            f"{type(model).__name__} does not name its decoder, so that the KL of next tokens "
+            "cannot be computed from its last states: take --finder rlkv or attention"
+        )
     ids_BT = torch.tensor([list(ids[:32])], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids_BT, use_cache=False).logits
@@ -176,13 +181,39 @@ def check_head(model: Any, ids: Sequence[int]) -> None:
         )
 
 
-def check_layers(model: Any) -> None:
-    """Raise ``ValueError`` unless every layer has full attention, as prompts in full need."""
-    layers = ModelShape.from_config(model.config).num_layers
-    if len(full_attention_modules(model)) < layers:
+def check_masks(model: Any, text: MarkedText, prefill: str) -> None:
+    """Raise ``ValueError`` unless the model can have gates, and prompts can be read as asked."""
+    with hard_masks(model, sink=1, window=1):
+        pass
+    if prefill == "full":
+        _check_prompts(model, text)
+
+
+def _check_prompts(model: Any, text: MarkedText) -> None:
+    """Refuse hybrids whose linear layers take their states up for single tokens only.
+
+    For several tokens at once it then changes nothing what these states hold.
+    """
+    goes_on = model._supports_default_dynamic_cache()
+    if goes_on:
+        decoder = model.get_decoder()
+        batch = make_batch(decoder, [text], "full")
+        states = []
+        for layer in () if batch.past is None else batch.past.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                states += [state for state in layer.recurrent_states.values() if state is not None]
+        if not states:
+            return
+        with torch.no_grad():
+            before = batch.states(decoder)
+            for state in states:
+                state.zero_()
+            goes_on = not torch.equal(batch.states(decoder), before)
+    if not goes_on:
         raise ValueError(
-            "some layers of this model have no full attention: heads of such models cannot be "
-            "ranked"
+            f"{type(model).__name__} does not go on from a cached prompt by several tokens at "
+            "once, so that its prompts cannot be read in full: take --elimination-prefill local, "
+            "rlkv-distill --prefill local or --finder rlkv"
         )
 
 
@@ -226,6 +257,15 @@ class TraceBatch(NamedTuple):
     answer_N: Tensor
     past: Cache | None
 
+    def _past(self) -> Cache | None:
+        """Return what was read in full; sliding windows and linear states are copies to go on."""
+        if self.past is None:
+            return None
+        layers = []
+        for layer in self.past.layers:
+            layers.append(layer if isinstance(layer, PromptLayer) else copy.deepcopy(layer))
+        return Cache(layers=layers)
+
     def states(self, decoder: Any) -> Tensor:
         """Return last hidden states ``[N, D]`` of the positions that predict the answers."""
         states_BTD = decoder(
@@ -233,7 +273,7 @@ class TraceBatch(NamedTuple):
             position_ids=self.position_BT,
             attention_mask=self.mask_BK,
             use_cache=False,
-            **{cache_argument(): self.past},
+            **{cache_argument(): self._past()},
         )[0]
         return states_BTD[self.row_N, self.position_N]
 
@@ -242,7 +282,7 @@ class TraceBatch(NamedTuple):
 def make_batch(decoder: Any, texts: Sequence[MarkedText], prefill: str) -> TraceBatch:
     """Make a batch on the device of ``decoder``.
 
-    With ``prefill="full"`` ``decoder``, with full attention, reads prompts in full.  A prompt ends
+    With ``prefill="full"`` ``decoder``, without its gates, reads prompts in full.  A prompt ends
     before the first answer, whose prediction is then not the masks'.
     """
     cuts = [text.answers[0] if prefill == "full" else 0 for text in texts]
@@ -269,8 +309,11 @@ def make_batch(decoder: Any, texts: Sequence[MarkedText], prefill: str) -> Trace
             attention_mask=mask[:, :split],
             use_cache=True,
         )
-        cache = output[cache_argument()]
-        past = Cache(layers=[PromptLayer(layer.keys, layer.values) for layer in cache.layers])
+        layers = []
+        for layer in output[cache_argument()].layers:
+            is_plain = type(layer) is DynamicLayer
+            layers.append(PromptLayer(layer.keys, layer.values) if is_plain else layer)
+        past = Cache(layers=layers)
     return TraceBatch(
         ids_BT=ids[:, split:],
         position_BT=position[:, split:],
@@ -342,7 +385,7 @@ class TraceLoss:
     which halves the work of an elimination.
 
     Args:
-        model: of :func:`hard_masks`, all of whose layers have full attention.
+        model: of :func:`hard_masks`.
         traces: prompts with their solutions, whose tokens are the answers.
         rows: traces of one forward.
         prefill: ``"full"``: prompts are read in full, once for all masks; ``"local"``: through the

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, SinkWindow
 from rlkv.eviction.base import EvictionPolicy
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
@@ -178,7 +178,7 @@ def test_query_heads_keep_their_own_tokens(model: PreTrainedModel) -> None:
     assert max(len(torch.unique(kept.positions, dim=0)) for kept in grouped.kept) > 4
     for row in range(3):
         assert torch.equal(grouped.held(row), own.held(row).unflatten(1, (-1, 2)).any(dim=2))
-    size = EntrySize.of(model)
+    size = KVSizes.of(model)
     held, _ = kv_nbytes(CacheSettings(eviction=policy), MIXED, size, 20 - padding, 65 - padding)
     of_padding = int(padding.sum()) * size.nbytes * int(MIXED.sum())
     assert grouped.used_nbytes() == int(held.sum()) + of_padding
@@ -214,6 +214,6 @@ def test_planned_budgets_are_those_of_single_rows(
         alone = HeadReallocationCache(MIXED, eviction=own)
         want = cached_logits(model, ids[row : row + 1, pad:], alone, [20 - pad] + [1] * 20)
         assert (got[row] - want[0, -10:]).abs().max() < TOLERANCE
-        settings, size = CacheSettings(eviction=policy), EntrySize.of(model)
+        settings, size = CacheSettings(eviction=policy), KVSizes.of(model)
         held, _ = kv_nbytes(settings, MIXED, size, prompt, tokens, planned[row : row + 1])
         assert int(held) == alone.used_nbytes()

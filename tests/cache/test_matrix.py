@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache, schedule
 from rlkv.cache import plan as plan_module
-from rlkv.cache.accounting import EntrySize, kv_nbytes
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.mixed_reference import reference_logits
 from tests.helpers.models import FAMILIES, SOFTMAXES, make_tiny_model
@@ -101,7 +101,7 @@ class Batch:
             return
         padding = self.padding[self.rows]
         prompts, tokens = self.calls[0] - padding, sum(self.calls) - padding
-        size = EntrySize.of(model)
+        size = KVSizes.of(model)
         held, everything = kv_nbytes(cache.settings, full, size, prompts, tokens)
         columns = padding - (padding.min() if self.joins else 0)
         of_padding = int(columns.sum()) * size.nbytes

@@ -9,7 +9,6 @@ import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
-from rlkv.cache.accounting import EntrySize
 from rlkv.eviction import TOVA
 from tests.helpers.cached_logits import MIXED
 from tests.helpers.models import make_tiny_model
@@ -102,8 +101,6 @@ def test_a_model_with_a_sliding_window() -> None:
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(ValueError, match="sliding"):
         model(IDS, past_key_values=HeadReallocationCache(MIXED))
-    with pytest.raises(ValueError, match="layers of kind sliding_attention"):
-        EntrySize.of(model)
 
 
 def test_what_an_eviction_policy_makes_impossible(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
+from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.analyses import cost_metrics, cost_text
 from rlkv.evaluation.measurements import Texts
 from rlkv.evaluation.study import ANALYSES, load_study
@@ -130,7 +130,7 @@ def test_methods_at_matched_bytes(study: Path, problems: list[dict[str, Any]]) -
         lines = (study / "rows" / measured[name]["rows"]).read_text().splitlines()
         tokens = {row["key"]: len(row["token_ids"]) for row in map(json.loads, lines)}
         lengths = [(n, n + tokens[f"tiny/{i}"] - 1) for i, n in enumerate(prompt_tokens, start=1)]
-        return Texts(lengths, EntrySize.of(model), CACHE)
+        return Texts(lengths, KVSizes.of(model), CACHE)
 
     for name in ("mine + rkv", "rkv (prompt kept)", "mine + sinks + window"):
         condition = measured[f"{name}, 30% saved"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlkv.cache import CacheSettings
-from rlkv.cache.accounting import EntrySize
+from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.measurements import (
     Condition,
     GroundTruth,
@@ -42,7 +42,7 @@ NONE_FULL = torch.zeros(2, 4, dtype=torch.bool)
 HALF_FULL = torch.tensor([[True, True, False, False]] * 2)
 TEXTS = Texts(
     lengths=[(20, 200), (35, 410), (50, 333)],
-    size=EntrySize(head_dim=16, group_size=2, itemsize=4),
+    size=KVSizes(head_dim=16, group_size=2, itemsize=4),
     cache=CacheSettings(sink=4, window=16),
 )
 

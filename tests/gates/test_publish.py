@@ -71,6 +71,12 @@ def test_the_card_has_accuracies_where_they_were_measured(tmp_path: Path) -> Non
     results.write_text(json.dumps({"results": [row]}))
     card = model_card(gates, "me/mine", results)
     assert "| math500 | gates@0.5 | 80.0% (70.0% to 90.0%) | 500 | 60.6% |" in card
+    assert "layers with gates" not in card
+    hybrid = {**row, "kv_bytes_unchanged": 49}
+    results.write_text(json.dumps({"results": [hybrid]}))
+    both = model_card(gates, "me/mine", results)
+    assert "full cache for the same tokens; then of the layers with gates alone.\n" in both
+    assert "| 500 | 60.6%; 22.0% |" in both
     assert "| accuracy_at_0.5 | 0.875 |" in card
     assert "not been evaluated" not in card
     assert "base_model" not in card  # the gates name none

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import rlkv
 from rlkv import HeadGates
 from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from tests.helpers.families import FAMILIES, Family, make_family
 from tests.helpers.mixed_reference import local_mask
 
@@ -234,6 +235,44 @@ def reallocated(case: Case) -> None:
     assert cache.used_nbytes() < cache.full_nbytes(), "nothing is saved"
 
 
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the states within nested lists and dicts."""
+    if isinstance(value, Tensor) and value.ndim > 1:  # not its length, such as a window
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors(part)
+
+
+def bytes_held(case: Case) -> None:
+    """Compare the bytes that are reported of a text with the tensors of the caches."""
+    gates = _random_gates(case)
+    sizes = {"sink": SINK, "window": WINDOW, "prefill": "local"}
+    ids = case.ids[:1]
+    stock = case.model.generate(ids, **GREEDY).past_key_values
+    with rlkv.compress(case.model, gates, sparsity=0.5, **sizes) as session:
+        case.model.generate(ids, **GREEDY)
+    cache = session.cache
+    assert cache is not None
+    prompt = torch.tensor([LENGTH])
+    tokens = prompt + NEW - 1  # the last one is never fed
+    kv = KVSizes.of(case.model)
+    allocation = session.allocation
+    held, full = kv_nbytes(cache.settings, allocation.full, kv, prompt, tokens)
+    found = sum(tensor.nbytes for tensor in tensors([vars(layer) for layer in stock.layers]))
+    gated = 0
+    for number in gates.layers:
+        gated += stock.layers[number].keys.nbytes + stock.layers[number].values.nbytes
+    of_head = gated // (allocation.num_full + allocation.num_compressible)
+    local = of_head * (SINK + WINDOW) // int(tokens)
+    used = allocation.num_full * of_head + allocation.num_compressible * local
+    assert (int(full), int(held)) == (gated, used), "bytes of layers with gates"
+    others = int(kv.unchanged_nbytes(tokens))
+    assert others == found - gated == cache.unchanged_nbytes(), "bytes of other layers"
+    assert cache.used_nbytes() == int(held) + others
+    assert cache.full_nbytes() == found
+
+
 def saved_and_loaded(case: Case) -> None:
     gated = case.gated("random")
     before = dict(gate_parameters(gated))
@@ -262,6 +301,7 @@ CHECKS = {
     "sparsity 0": sparsity_zero,
     "reallocated": reallocated,
     "turns": two_turns,
+    "bytes": bytes_held,
 }
 
 

@@ -260,15 +260,18 @@ SAID = {
 }
 
 
-def make_config(family: str) -> Any:
-    """Make the config of a family of the table, or of a model type with the general sizes."""
+def make_config(family: str, **changed: Any) -> Any:
+    """Make the config of a family of the table, or of a model type with the general sizes.
+
+    changed: settings in the place of these.
+    """
     line = FAMILIES.get(family, Family())
     config_class = CONFIG_MAPPING[line.model_type or family]
     settings = _general_sizes(config_class())
     for name, value in line.settings.items():
         is_part = isinstance(value, dict) and isinstance(settings.get(name), dict)
         settings[name] = settings[name] | value if is_part else value
-    return config_class(**settings)
+    return config_class(**settings | changed)
 
 
 def _general_sizes(default: Any) -> dict[str, Any]:
@@ -298,10 +301,11 @@ def _layers_shown(kinds: list[str]) -> int:
     return 2
 
 
-def make_family(family: str) -> PreTrainedModel:
+def make_family(family: str, **changed: Any) -> PreTrainedModel:
     """Make a random decoder in eval mode, all of its parameters away from their initial values."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32).eval()
+    config = make_config(family, **changed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # "sdpa", the default of some, ignores the cap
     with torch.no_grad():

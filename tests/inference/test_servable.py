@@ -48,7 +48,7 @@ def test_gates_and_serving(family: str) -> None:
     elif line.gates:
         serving_works(case.model)
     else:
-        check(case, "sparsity 0", "reallocated", "turns")
+        check(case, "sparsity 0", "reallocated", "turns", "bytes")
 
 
 @pytest.mark.slow

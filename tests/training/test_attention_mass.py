@@ -16,7 +16,9 @@ from rlkv.attention.call import MixedCall
 from rlkv.attention.softmax import Softmax
 from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
+from rlkv.evaluation.run_page import write_training_page
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import Layout
 from rlkv.training import attention_mass
 from rlkv.training.attention_mass import mass_of_call, outside_mass, score_heads
 from rlkv.training.run_folder import RunLogs
@@ -31,11 +33,11 @@ SINK, WINDOW = 2, 5
 LENGTHS = [(9, 43), (1, 38), (17, 20), (3, 7)]
 
 
-def texts() -> list[MarkedText]:
+def texts(vocabulary: int = 128) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for prompt, length in LENGTHS:
-        ids = torch.randint(3, 128, (length,), generator=generator).tolist()
+        ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
         found.append(MarkedText(tuple(ids), tuple(range(prompt, length))))
     return found
 
@@ -83,6 +85,22 @@ def test_scores_are_those_of_explicit_attention_weights(
     assert torch.allclose(measured(model, texts(), over), found, atol=1e-6)
     assert model.config._attn_implementation == before
     assert not any("rlkv_gate" in module for module, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("over", ["max", "mean"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text", "falcon_h1"])
+def test_scores_on_hybrids(family: str, over: str) -> None:
+    """Only layers with gates have scores; prompts in full go through the other layers too."""
+    model = make_family(family)
+    chosen = texts(vocabulary=64)
+    found = measured(model, chosen, over)
+    gated = Layout.from_config(model.config).gated
+    for text, score_LH in zip(chosen, found, strict=True):
+        weights = explicit(model, text, over)  # of layers with attention
+        assert torch.allclose(score_LH[gated], weights[-len(gated) :], atol=5e-6)
+    assert found[:3, gated].max() > 0.2
+    others = sorted(set(range(found.shape[1])) - set(gated))
+    assert (found[:, others] == 1).all()
 
 
 def test_scores_in_bfloat16_are_near_those_in_float32() -> None:
@@ -168,6 +186,25 @@ def test_a_run_exports_scores(
         run(folder, curriculum, attention_queries="mean")
 
 
+def test_a_run_on_a_hybrid(curriculum: Path, tmp_path: Path) -> None:
+    _, tokenizer = tiny.load()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    model = make_family("qwen3_5_text", **sizes)
+    gates = run(tmp_path / "run", curriculum, model, tokenizer, forward_rows=2)
+    assert gates.layers == [3]
+    assert gates.alpha[3].std() > 0.001
+    assert HeadGates.load(tmp_path / "run" / "gates.pt") == gates
+    logs = RunLogs.read(tmp_path / "run")
+    mean = gates.alpha[3].mean().item()
+    assert logs.records[-1]["gates/mean"] == pytest.approx(mean)
+    # the page of the run shows the layers with gates alone
+    page = tmp_path / "page.html"
+    write_training_page(tmp_path / "run", page)
+    shown = page.read_text()
+    assert "layer 3" in shown
+    assert "layer 2" not in shown
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -192,16 +229,17 @@ def test_solutions_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("family", "named"),
     [
-        ("gpt2", "no full attention"),
-        ("gemma3_text", "no full attention"),
+        ("gpt2", "no layer with full attention"),
         ("deepseek_v3", "latent"),
+        ("jamba", "does not go on from a cached prompt"),
     ],
 )
 def test_models_whose_attention_is_another_are_refused(
     family: str, named: str, curriculum: Path, tmp_path: Path
 ) -> None:
-    model = make_family(family)
+    _, tokenizer = tiny.load()
+    model = make_family(family, vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match=named):
-        run(tmp_path / "run", curriculum, model, tiny.load()[1])
+        run(tmp_path / "run", curriculum, model, tokenizer)
     assert not (tmp_path / "run").exists()
     assert not any("rlkv_gate" in name for name, _ in model.named_modules())

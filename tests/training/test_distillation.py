@@ -29,20 +29,24 @@ from rlkv.training.distillation import (
 )
 from rlkv.training.solutions import TraceLoss, check_head
 from rlkv.utils.files import read_log
+from tests.helpers.families import make_family
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
+HYBRIDS = ["gemma3_text", "qwen3_5_text", "falcon_h1"]
 
-def random_samples(number: int, seed: int = 0) -> list[MarkedText]:
+
+def random_samples(number: int, seed: int = 0, vocabulary: int = 128) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(number):
-        ids = torch.randint(3, 128, (30 + 7 * i,), generator=generator).tolist()
+        ids = torch.randint(3, vocabulary, (30 + 7 * i,), generator=generator).tolist()
         samples.append(MarkedText(tuple(ids), tuple(range(len(ids) - 6 - i, len(ids)))))
     return samples
 
 
 def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distiller:
-    model = get_peft_model(make_tiny_model(family), HeadGateConfig(sink=2, window=5))
+    made = make_family(family) if family in HYBRIDS else make_tiny_model(family)
+    model = get_peft_model(made, HeadGateConfig(sink=2, window=5))
     defaults = {"steps": 10, "learning_rate": 0.05, "l1_weight": 0.05, "forward_rows": 4}
     return Distiller(model, DistillSettings(loss=loss, **{**defaults, **options}))
 
@@ -106,10 +110,12 @@ def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
-def test_at_gates_of_0_and_1_it_is_the_loss_of_the_elimination(prefill: str) -> None:
-    samples = random_samples(3)
-    distiller = make_distiller("kl", data="traces", prefill=prefill, l1_weight=0.0)
-    full_LH = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
+@pytest.mark.parametrize("name", ["llama", *HYBRIDS])
+def test_at_gates_of_0_and_1_it_is_the_loss_of_the_elimination(name: str, prefill: str) -> None:
+    samples = random_samples(3, vocabulary=64)
+    distiller = make_distiller("kl", name, data="traces", prefill=prefill, l1_weight=0.0)
+    generator = torch.Generator().manual_seed(3)
+    full_LH = torch.rand(gates_matrix(distiller.model).shape, generator=generator) > 0.4
     total = 0.0
     for sample in samples:
         loss = TraceLoss(distiller.model, [sample], 1, prefill)
@@ -160,6 +166,8 @@ def test_logits_that_are_changed_after_the_head_are_refused() -> None:
     check_head(make_tiny_model("llama"), range(3, 20))
     with pytest.raises(ValueError, match="--data recall"):
         check_head(make_tiny_model("granite"), range(3, 20))
+    with pytest.raises(ValueError, match="does not name its decoder"):
+        check_head(make_family("llama4_text"), range(3, 20))
 
 
 def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlkv import compress, tiny
-from rlkv.attention.head_gate import HeadGateConfig
+from rlkv.attention.head_gate import HeadGateConfig, gate_counts
 from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.allocation import HeadAllocation, compression_order
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import Layout
 from rlkv.training import elimination, solutions
 from rlkv.training.elimination import (
     best,
@@ -29,6 +31,7 @@ from rlkv.training.elimination import (
     rerank_on_traces,
     with_order,
 )
+from rlkv.training.run_folder import RunLogs
 from rlkv.training.solutions import (
     LikelyTokens,
     TraceLoss,
@@ -38,6 +41,7 @@ from rlkv.training.solutions import (
     read_traces,
 )
 from rlkv.utils.files import read_log
+from tests.helpers.families import make_family
 from tests.helpers.models import make_tiny_model
 
 # --- the search, on losses whose order is known
@@ -111,11 +115,11 @@ FULL = torch.rand(3, 4, generator=torch.Generator().manual_seed(3)) > 0.4
 FULL_HEADS = [(int(layer), int(head)) for layer, head in FULL.nonzero()]
 
 
-def random_traces(number: int = 4) -> list[MarkedText]:
+def random_traces(number: int = 4, vocabulary: int = 128) -> list[MarkedText]:
     generator = torch.Generator().manual_seed(0)
     texts = []
     for i in range(number):
-        ids = torch.randint(3, 128, (60 - 9 * i,), generator=generator).tolist()
+        ids = torch.randint(3, vocabulary, (60 - 9 * i,), generator=generator).tolist()
         texts.append(MarkedText(tuple(ids), tuple(range(8 + i, len(ids)))))
     return texts
 
@@ -123,6 +127,19 @@ def random_traces(number: int = 4) -> list[MarkedText]:
 def make_loss(family: str = "llama", rows: int = 4, prefill: str = "full") -> TraceLoss:
     gated = get_peft_model(make_tiny_model(family), HeadGateConfig(sink=2, window=5)).eval()
     return TraceLoss(gated, random_traces(), rows, prefill)
+
+
+HYBRIDS = ["gemma3_text", "qwen3_5_text", "qwen3_next", "falcon_h1", "nemotron_h", "ministral"]
+
+
+def hybrid_loss(family: str, rows: int, prefill: str) -> tuple[TraceLoss, HeadAllocation]:
+    """Return the loss on a hybrid, and an allocation that compresses a head of each gated layer."""
+    gated = get_peft_model(make_family(family), HeadGateConfig(sink=2, window=5)).eval()
+    heads = gate_counts(gated)
+    full = torch.ones(len(heads), max(heads), dtype=torch.bool)
+    full[torch.tensor(heads) > 0, 1] = False
+    traces = random_traces(vocabulary=64)
+    return TraceLoss(gated, traces, rows, prefill), HeadAllocation(full, heads)
 
 
 def without(head: tuple[int, int], full: Tensor = FULL) -> Tensor:
@@ -147,10 +164,31 @@ def test_the_likeliest_tokens_say_nearly_all(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
 def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
+    expected = served_loss(make_tiny_model("llama"), HeadAllocation(FULL), prefill)
+    # sums of 50 tokens in float32, and caches add their tokens in another order
+    assert make_loss(prefill=prefill).of(FULL) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.1
+    assert make_loss(prefill=prefill).of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("prefill", ["full", "local"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_loss_on_hybrids(family: str, prefill: str) -> None:
+    """Sliding windows and linear states go on from the prompts again for each mask."""
+    loss, heads = hybrid_loss(family, 1, prefill)
+    expected = served_loss(make_family(family), heads, prefill)
+    assert loss.of(heads.full) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.01
+    assert loss.of(torch.ones_like(heads.full)) == pytest.approx(0, abs=1e-4)
+    assert loss.of(heads.full) == pytest.approx(expected, rel=1e-4)
+    batched, _ = hybrid_loss(family, 3, prefill)
+    assert batched.of(heads.full) == pytest.approx(expected, rel=1e-4)
+
+
+def served_loss(model: PreTrainedModel, heads: HeadAllocation, prefill: str) -> float:
     """Read as a prompt and tokens one by one, under the cache that serves."""
-    model, total = make_tiny_model("llama"), 0.0
-    heads = HeadAllocation(FULL)
-    for trace in random_traces():
+    total = 0.0
+    for trace in random_traces(vocabulary=model.config.get_text_config().vocab_size):
         ids, answers = torch.tensor([trace.ids]), torch.tensor(trace.answers)
         prompt = trace.answers[0]
         with torch.no_grad():
@@ -161,10 +199,7 @@ def test_the_loss_is_the_formula_on_what_the_cache_serves(prefill: str) -> None:
                     found.append(model(token, past_key_values=session.cache).logits)
             q = torch.cat(found, dim=1)[0, answers - 1].double().softmax(-1)
         total += math.log1p((p * (p / q).log()).sum().item())
-    # sums of 50 tokens in float32, and caches add their tokens in another order
-    assert make_loss(prefill=prefill).of(FULL) == pytest.approx(total / 4, rel=1e-4)
-    assert total / 4 > 0.1
-    assert make_loss(prefill=prefill).of(torch.ones_like(FULL)) == pytest.approx(0, abs=1e-4)
+    return total / 4
 
 
 @pytest.mark.parametrize("prefill", ["full", "local"])
@@ -415,17 +450,41 @@ def test_what_does_not_fit_is_named(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("prefill", ["full", "local"])
-def test_models_with_sliding_layers_are_refused(
-    curriculum: Path, tmp_path: Path, prefill: str
-) -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", "nemotron_h"])
+def test_a_run_on_a_hybrid(family: str, curriculum: Path, tmp_path: Path) -> None:
+    """Heads of layers with full attention are ordered, all other places are no gates."""
     _, tokenizer = tiny.load()
-    layers = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    sliding = make_tiny_model("qwen2", vocab_size=len(tokenizer), **layers)
-    options = {**DISTILLED, "elimination_prefill": prefill}
-    with pytest.raises(ValueError, match="no full attention"):
-        run(tmp_path / "run", curriculum, sliding, tokenizer, **options)
-    assert not any("rlkv_gate" in name for name, _ in sliding.named_modules())
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    model = make_family(family, **sizes)
+    settings = {**DISTILLED, "elimination_sparsity": 0.8, "elimination_traces": 4}
+    gates = run(tmp_path / "run", curriculum, model, tokenizer, **settings)
+    total = int(gates.gated.sum())
+    assert gates.heads == Layout.from_config(model.config).heads
+    assert gates.alpha[gates.gated].sort().values.equal(torch.linspace(0, 1, total))
+    assert HeadGates.load(tmp_path / "run" / "gates.pt") == gates
+    logs = RunLogs.read(tmp_path / "run")
+    assert len(logs.gates[-1]["alpha"]) == gates.num_layers
+    assert logs.gates[-1]["heads"] == list(gates.heads)
+    assert gates.training["order"] in ("measured", "mean", "distilled")
+
+
+def test_jamba_reads_prompts_through_the_masks(curriculum: Path, tmp_path: Path) -> None:
+    """Its linear layers take no state up for several tokens."""
+    _, tokenizer = tiny.load()
+    model = make_family("jamba", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    with pytest.raises(ValueError, match="--elimination-prefill local"):
+        run(tmp_path / "run", curriculum, model, tokenizer, elimination_sparsity=0.5)
+    assert not (tmp_path / "run").exists()
+    options = {"elimination_sparsity": 0.5, "elimination_prefill": "local"}
+    assert run(tmp_path / "run", curriculum, model, tokenizer, **options).layers == [1]
+
+
+def test_a_model_without_gates_is_refused(curriculum: Path, tmp_path: Path) -> None:
+    _, tokenizer = tiny.load()
+    model = make_family("mistral_sliding", vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match="no layer with full attention"):
+        run(tmp_path / "run", curriculum, model, tokenizer, **DISTILLED)
+    assert not any("rlkv_gate" in name for name, _ in model.named_modules())
     assert not (tmp_path / "run").exists()
 
 

@@ -27,6 +27,7 @@ from rlkv.training.plan import (
     update_memory,
 )
 from rlkv.training.trainer import completion_logprobs
+from tests.helpers.families import make_config
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.live_bytes import LiveBytes
 
@@ -84,6 +85,14 @@ def test_a_plan_needs_no_hub_gpu_or_curriculum(tmp_path: Path, without_vllm: Non
     assert "assumed, not measured" in lines["time"]
     assert not any(tmp_path.iterdir())
     assert "time" not in page("--config", "tiny")
+
+
+def test_the_plan_of_a_hybrid_counts_layers_with_gates(tmp_path: Path, without_vllm: None) -> None:
+    make_config("gemma3_text", num_hidden_layers=12).save_pretrained(tmp_path / "model")
+    found = page("--config", "llama8b", "--model", str(tmp_path / "model"))["serving"]
+    # 4,608 tokens of 4 heads, 32 bytes each in bfloat16; at 0.5 two of them keep 80 tokens
+    assert "in the layers with gates: 0.6 MiB at 0, " in found
+    assert "0.3 MiB at 0.5" in found
 
 
 @pytest.mark.parametrize("name", ["llama8b", "qwen7b", "qwen3_4b"])
