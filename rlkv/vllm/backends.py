@@ -418,6 +418,20 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
+class PooledCPUBackend(BackendParts, CPUAttentionBackend):
+    """The stock CPU kernels in a pool of bins, for layers without gates."""
+
+    impl = CPUAttentionBackendImpl
+    builder = CPUAttentionMetadataBuilder
+    layouts = LAYOUTS
+    name = CPUAttentionBackend.get_name()
+
+
+def pooled_backend(stock: Attention) -> type[AttentionBackend]:
+    """Return the backend of a stock layer whose cache is in the bins' pool."""
+    return PooledCPUBackend if current_platform.is_cpu() else stock.attn_backend
+
+
 def local_backend() -> type[AttentionBackend]:
     """Return the backend of sinks and a window on this platform."""
     return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend

@@ -175,17 +175,20 @@ class Bin:
 class PackingPlan:
     """Bins of heads; ``demand``: for the engine's block size.
 
+    ``least`` entries are the size of the largest block of the layers that have no gates: all
+    blocks of a pool are equal.
     Amounts are counted in entries, a key and a value, of a decoding request of ``tokens`` tokens,
     ``prompt`` of which are its prompt and count if it is protected.
     """
 
     bins: tuple[Bin, ...]
     demand: BlockDemand
+    least: int = 0
 
     @cached_property
     def block_entries(self) -> int:
-        """The size of a block: that of the largest bin's."""
-        return max(own.entries for own in self.bins)
+        """The size of a block: that of the largest one."""
+        return max(self.least, *(own.entries for own in self.bins))
 
     def of_layer(self, layer: int) -> list[Part]:
         """Return the layer's parts, full ones first: the order of its heads when served."""
@@ -259,11 +262,18 @@ class PackingPlan:
 
 
 def plan_heads(
-    settings: ServingSettings, block_size: int, group_size: int, longest: int, ranks: int = 1
+    settings: ServingSettings,
+    block_size: int,
+    group_size: int,
+    longest: int,
+    ranks: int = 1,
+    least: int = 0,
 ) -> list[PackingPlan]:
-    """Plan the heads of each rank, for resolved settings.
+    """Plan the heads of each rank, for resolved settings; layers without gates do not count.
 
-    longest: tokens of the longest text.
+    Args:
+        longest: tokens of the longest text.
+        least: as of :class:`PackingPlan`.
     """
     policy = settings.policy()
     if policy is None:
@@ -274,11 +284,11 @@ def plan_heads(
         )
     else:
         demand = BufferDemand.of(policy, block_size, group_size)
-    full_LH = settings.allocation.full
+    full_LH = settings.full_LH
     reference = settings.reference(longest)
     # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
     dealt = deal_heads(full_LH, ranks)
-    return [plan_packing(full_LH, demand, *reference, heads_LN) for heads_LN in dealt]
+    return [plan_packing(full_LH, demand, *reference, heads_LN, least) for heads_LN in dealt]
 
 
 def plan_packing(
@@ -287,6 +297,7 @@ def plan_packing(
     reference_tokens: int,
     reference_prompt: int = 0,
     heads_LN: Tensor | None = None,
+    least: int = 0,
 ) -> PackingPlan:
     """Put the heads into bins: the least bytes, with ``TABLE_COST`` for every block table.
 
@@ -294,6 +305,7 @@ def plan_packing(
         full_LH: True for full heads.
         reference_tokens, reference_prompt: the request for which waste is judged.
         heads_LN: the heads of one rank; None: all.
+        least: as of :class:`PackingPlan`.
     """
     mine_LH = torch.ones_like(full_LH)
     if heads_LN is not None:
@@ -301,17 +313,17 @@ def plan_packing(
     full = (full_LH & mine_LH).nonzero().tolist()
     compressible = (~full_LH & mine_LH).nonzero().tolist()
     best = None
-    least = float("inf")
+    lowest = float("inf")
     for some, others in product(_ways(len(full)), _ways(len(compressible))):
         # one kind has blocks of the engine's size
         if some[0] + others[0] > MOST_BINS or 1 not in (some[1], others[1]):
             continue
         bins = *_bins(full, True, demand, *some), *_bins(compressible, False, demand, *others)
-        plan = PackingPlan(bins, demand)
+        plan = PackingPlan(bins, demand, least)
         cost = plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(bins)
-        if cost < least:
+        if cost < lowest:
             best = plan
-            least = cost
+            lowest = cost
     assert best is not None, "a bin for each kind is always possible"
     return best
 

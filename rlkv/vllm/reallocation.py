@@ -7,7 +7,7 @@ block table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,12 +18,14 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm.utils.torch_utils import _encode_layer_name as encode_layer_name
 from vllm.utils.torch_utils import _resolve_layer_name as resolve_layer_name
 from vllm.v1.attention.backend import AttentionType
 
-from rlkv.vllm.backends import full_backend, local_backend
+from rlkv.models.layout import Layout
+from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
 from rlkv.vllm.evicting import Eviction, evicting_backend
 from rlkv.vllm.packing import Bin, BufferDemand, PackingPlan, Part, SinkWindowDemand, plan_heads
 from rlkv.vllm.paged import GapRules
@@ -102,7 +104,9 @@ class BinAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
         chosen = vllm_config.cache_config.block_size
-        if chosen != self.planned:  # a few backends ask for another size after loading
+        # a few backends ask for another size after loading; with linear layers the engine sizes a
+        # layer's block by their states, which bins need not
+        if chosen != self.planned and not vllm_config.model_config.is_hybrid:
             raise ValueError(
                 f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size "
                 f"{chosen}"
@@ -220,9 +224,9 @@ direct_register_custom_op(
 )
 
 _ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
-_PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
+_PROJECTION = re.compile(r"(qkv|[qkvo])(?:ut)?_proj\.(\w+)$")
 # the same for all heads of a layer
-_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")
+_NEITHER = re.compile(r"([qk]_(layer)?norm\.weight|rotary_emb\.inv_freq)$")
 _OUTPUTS_FIRST = (
     "weight",
     "bias",
@@ -247,14 +251,16 @@ class HeadOrder:
     """How the heads of a model were dealt out.
 
     Attributes:
-        heads: the KV heads of each layer, in the order of ranks, and of parts in a rank.
+        heads: the KV heads of each layer with gates, in the order of ranks, and of parts in a rank.
         group_size: query heads for each KV head.
         head_size: of a query head, and of a KV head.
+        gates_outputs: whether queries are projected together with gates of attention's outputs.
     """
 
-    heads: Sequence[Sequence[int]]
+    heads: Mapping[int, Sequence[int]]
     group_size: int
     head_size: int
+    gates_outputs: bool = False
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
@@ -264,7 +270,8 @@ class HeadOrder:
         """
         for name, tensor in weights:
             found = _ATTENTION.search(name)
-            if found is None or _NEITHER.match(found[2]):
+            own = found is not None and int(found[1]) in self.heads
+            if found is None or not own or _NEITHER.match(found[2]):
                 yield name, tensor
                 continue
             projection = _PROJECTION.match(found[2])
@@ -293,6 +300,8 @@ class HeadOrder:
             return tensor
         pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
         outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
+        if projection == "q" and self.gates_outputs:  # a gate of each output next to its query
+            outputs *= 2
         group, rest = divmod(outputs, tensor.shape[dim])
         # groups have powers of two: with another quotient the last group is cut off, and some
         # reach over heads
@@ -336,14 +345,17 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
-    layers = model.model.layers
-    check_layers([layer.self_attn.attn for layer in layers])
-    stock = layers[0].self_attn.attn
+    gated = Layout.from_config(vllm_config.model_config.hf_config).gated
+    layers = [model.model.layers[number].self_attn for number in gated]
+    check_layers([layer.attn for layer in layers])
+    stock = layers[0].attn
+    least = keep_others([layer.attn for layer in layers], vllm_config)
     longest = vllm_config.model_config.max_model_len
     group_size = stock.num_heads // stock.num_kv_heads
     ranks = get_tensor_model_parallel_world_size()
     rank = get_tensor_model_parallel_rank()
-    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    block_size = vllm_config.cache_config.block_size
+    plans = plan_heads(settings, block_size, group_size, longest, ranks, least)
     plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
     bins = []
@@ -351,10 +363,10 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         bins.append(BinAttention(stock, number, own, kept, vllm_config))
     model.rlkv_bins = nn.ModuleList(bins)
     for number, layer in enumerate(layers):
-        stock = layer.self_attn.attn
+        stock = layer.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
-        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
+        layer.attn = SplitAttention(stock, parts, vllm_config)
     entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
@@ -362,10 +374,40 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     bins[0].on_pool = lambda blocks: logger.info(
         "rlkv: %s%s", where, plan.capacity(blocks, *amounts)
     )
-    order = []
-    for number in range(len(layers)):
-        order.append([head for own in plans for head in own.head_order(number)])
-    return HeadOrder(order, group_size, stock.head_size)
+    order = {}
+    for number, layer in enumerate(gated):
+        order[layer] = [head for own in plans for head in own.head_order(number)]
+    gates_outputs = getattr(layers[0], "attn_output_gate", False)
+    return HeadOrder(order, group_size, stock.head_size, gates_outputs)
+
+
+def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> int:
+    """Let the layers without gates share the pool of the bins.
+
+    Returns:
+        The entries of the largest block that one of them needs.
+
+    Raises:
+        ValueError: for a layer with full attention that has no gates.
+    """
+    first = replaced[0]
+    block = vllm_config.cache_config.block_size * first.num_kv_heads
+    block_bytes = block * 2 * first.head_size * first.kv_cache_torch_dtype.itemsize
+    largest = 0
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if layer in replaced or not isinstance(layer, AttentionLayerBase):
+            continue
+        if isinstance(layer, Attention):
+            if layer.sliding_window is None:
+                raise ValueError(
+                    f"rlkv: head reallocation does not work with this model: {name} has full "
+                    "attention in the engine, but no gates by the model's config"
+                )
+            layer.attn_backend = pooled_backend(layer)
+        spec = layer.get_kv_cache_spec(vllm_config)
+        # the engine rounds states up to whole blocks of an attention layer
+        largest = max(largest, -(-spec.page_size_bytes // block_bytes))
+    return largest * block
 
 
 def check_layers(layers: Sequence[Any]) -> None:
