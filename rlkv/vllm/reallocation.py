@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm.utils.torch_utils import _encode_layer_name as encode_layer_name
 from vllm.utils.torch_utils import _resolve_layer_name as resolve_layer_name
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from rlkv.models.layout import Layout
 from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
@@ -52,12 +54,14 @@ class BinAttention(Attention):
         own: Bin,
         kept: Eviction | GapRules | None,
         vllm_config: Any,
+        page: int | None = None,
     ) -> None:
         """Make the layer of bin ``number``.
 
         Args:
             stock: any of the attention layers that are replaced.
             kept: what compressible heads keep.
+            page: bytes of a block, where linear layers ask for equal ones; None: what it needs.
         """
         if own.full:
             backend = full_backend(stock)
@@ -77,6 +81,7 @@ class BinAttention(Attention):
         self.bin = own
         self.planned = vllm_config.cache_config.block_size
         self.kept = None if own.full else kept
+        self.page = page
 
     @property
     def kv_cache(self) -> Tensor:
@@ -117,6 +122,7 @@ class BinAttention(Attention):
             "head_size": self.head_size,
             "head_size_v": self.head_size_v,
             "dtype": self.kv_cache_torch_dtype,
+            "page_size_padded": self.page,
             "bin": self.number,
         }
         if self.bin.full:
@@ -224,9 +230,9 @@ direct_register_custom_op(
 )
 
 _ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
-_PROJECTION = re.compile(r"(qkv|[qkvo])(?:ut)?_proj\.(\w+)$")
+_PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
 # the same for all heads of a layer
-_NEITHER = re.compile(r"([qk]_(layer)?norm\.weight|rotary_emb\.inv_freq)$")
+_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")
 _OUTPUTS_FIRST = (
     "weight",
     "bias",
@@ -349,7 +355,10 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     layers = [model.model.layers[number].self_attn for number in gated]
     check_layers([layer.attn for layer in layers])
     stock = layers[0].attn
-    least = keep_others([layer.attn for layer in layers], vllm_config)
+    others = keep_others([layer.attn for layer in layers], vllm_config)
+    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
+    pages = [layer.get_kv_cache_spec(vllm_config).page_size_bytes for layer in others]
+    least = -(-max(pages, default=0) // entry_bytes)
     longest = vllm_config.model_config.max_model_len
     group_size = stock.num_heads // stock.num_kv_heads
     ranks = get_tensor_model_parallel_world_size()
@@ -358,16 +367,19 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     plans = plan_heads(settings, block_size, group_size, longest, ranks, least)
     plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
+    states = [layer for layer in others if isinstance(layer, MambaBase)]
+    page = plan.block_entries * entry_bytes
+    for layer in states:
+        pad_states(layer, page)
     bins = []
     for number, own in enumerate(plan.bins):
-        bins.append(BinAttention(stock, number, own, kept, vllm_config))
+        bins.append(BinAttention(stock, number, own, kept, vllm_config, page if states else None))
     model.rlkv_bins = nn.ModuleList(bins)
     for number, layer in enumerate(layers):
         stock = layer.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
         layer.attn = SplitAttention(stock, parts, vllm_config)
-    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
@@ -381,19 +393,13 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     return HeadOrder(order, group_size, stock.head_size, gates_outputs)
 
 
-def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> int:
-    """Let the layers without gates share the pool of the bins.
-
-    Returns:
-        The entries of the largest block that one of them needs.
+def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> list[AttentionLayerBase]:
+    """Let the layers without gates, which are returned, share the pool of the bins.
 
     Raises:
         ValueError: for a layer with full attention that has no gates.
     """
-    first = replaced[0]
-    block = vllm_config.cache_config.block_size * first.num_kv_heads
-    block_bytes = block * 2 * first.head_size * first.kv_cache_torch_dtype.itemsize
-    largest = 0
+    others = []
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if layer in replaced or not isinstance(layer, AttentionLayerBase):
             continue
@@ -404,10 +410,21 @@ def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> int:
                     "attention in the engine, but no gates by the model's config"
                 )
             layer.attn_backend = pooled_backend(layer)
-        spec = layer.get_kv_cache_spec(vllm_config)
-        # the engine rounds states up to whole blocks of an attention layer
-        largest = max(largest, -(-spec.page_size_bytes // block_bytes))
-    return largest * block
+        others.append(layer)
+    return others
+
+
+def pad_states(layer: Any, page: int) -> None:
+    """Give a linear layer blocks of ``page`` bytes.
+
+    The engine groups linear layers as such only where the blocks of all layers are equal.
+    """
+    stock = layer.get_kv_cache_spec
+
+    def padded(vllm_config: Any) -> MambaSpec:
+        return replace(stock(vllm_config), page_size_padded=page)
+
+    layer.get_kv_cache_spec = padded
 
 
 def check_layers(layers: Sequence[Any]) -> None:

@@ -32,12 +32,10 @@ SERVED = (
     "MistralForCausalLM",
     "Phi3ForCausalLM",
     # hybrids, with sliding windows
-    "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
     "Gemma3ForCausalLM",
     # with linear layers
     "GraniteMoeHybridForCausalLM",
-    "Lfm2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
 )
