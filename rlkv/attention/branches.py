@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.call import MixedCall, RecordedCall, local_rule
+from rlkv.attention.softmax import Softmax
 
 # queries per block of the banded form; below it the matrix products are too small to be fast
 MIN_BLOCK = 64
@@ -28,17 +29,14 @@ FLEX_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
 ) -> Tensor:
     """Attend from groups of query heads without copies of their keys, where torch can do it."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and not _flash_attention_takes(query, mask):
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
-        groups = 1
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
-    )
+    return softmax.attend(query, key, value, mask, causal)
 
 
 def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
@@ -51,59 +49,65 @@ def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def one_query_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax
 ) -> Tensor:
     """Attend from one query per row: the group takes the place of the queries.
 
     So the keys of a head are read once, not once per query head, and none is copied.
     """
     grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    out = softmax.attend(grouped, key, value, mask)
     # not a view: fused kernels of a GPU give their output transposed
     return out.reshape(*query.shape[:3], value.shape[-1])
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attend under an explicit mask, bool ``[B, 1, Q, K]``: the plain form."""
     if query.shape[2] == 1:
-        return one_query_attention(query, key, value, mask, scale)
+        return one_query_attention(query, key, value, mask, softmax)
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return softmax.attend(query, key, value, mask)
 
 
 def full_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, softmax: Softmax
 ) -> Tensor:
     """Attend causally to everything; without left padding it needs no mask."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.left and not rows.right:
-        return one_query_attention(query, key, value, None, scale)
+        return one_query_attention(query, key, value, None, softmax)
     if call.q_length == call.kv_length and not rows.left:
         # padding on the right is later than every real token, which therefore never sees it
-        return grouped_attention(query, key, value, None, causal=True, scale=scale)
+        return grouped_attention(query, key, value, None, causal=True, softmax=softmax)
     mask = call.dense_local_mask(call.kv_length, 0, query.device)
-    return dense_attention(query, key, value, mask, scale)
+    return dense_attention(query, key, value, mask, softmax)
 
 
 def local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: MixedCall,
+    sink: int,
+    window: int,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend to each row's first ``sink`` tokens and to the last ``window`` of every query."""
     rows = call.rows(query.device)
     if call.q_length == 1 and not rows.right:
         if call.kv_length > sink + window:
-            return decode_local_attention(query, key, value, call, sink, window, scale)
+            return decode_local_attention(query, key, value, call, sink, window, softmax)
     elif call.q_length == call.kv_length:
-        if query.device.type == "cuda":
-            return flex_local_attention(query, key, value, call, sink, window, scale)
+        if query.device.type == "cuda" and softmax.is_plain:
+            return flex_local_attention(query, key, value, call, sink, window, softmax)
         if call.kv_length > sink + window + 2 * MIN_BLOCK:
-            return banded_local_attention(query, key, value, call, sink, window, scale)
+            return banded_local_attention(query, key, value, call, sink, window, softmax)
     mask = call.dense_local_mask(sink, window, query.device)
-    return dense_attention(query, key, value, mask, scale)
+    return dense_attention(query, key, value, mask, softmax)
 
 
 def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor:
@@ -115,14 +119,20 @@ def _take_sinks(states: Tensor, position_BS: Tensor | None, sink: int) -> Tensor
 
 
 def decode_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: MixedCall,
+    sink: int,
+    window: int,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend from one query per row to S + W keys instead of all K (K > S + W).
 
     Takes no padding on the right.
     """
     if isinstance(call, RecordedCall):
-        return recorded_local_attention(query, key, value, call, sink, window, scale)
+        return recorded_local_attention(query, key, value, call, sink, window, softmax)
     rows = call.rows(query.device)
     start = call.kv_length - window
 
@@ -141,7 +151,7 @@ def decode_local_attention(
     def kept(states: Tensor) -> Tensor:
         return torch.cat([_take_sinks(states, position_BS, sink), states[:, :, start:]], dim=2)
 
-    return one_query_attention(query, kept(key), kept(value), mask, scale)
+    return one_query_attention(query, kept(key), kept(value), mask, softmax)
 
 
 def recorded_local_attention(
@@ -151,7 +161,7 @@ def recorded_local_attention(
     call: RecordedCall,
     sink: int,
     window: int,
-    scale: float,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend as :func:`decode_local_attention`, where the window's place is known on the device."""
     device = query.device
@@ -170,11 +180,17 @@ def recorded_local_attention(
     def kept(states: Tensor) -> Tensor:
         return _take_sinks(states, position_BN, sink + window)
 
-    return one_query_attention(query, kept(key), kept(value), mask, scale)
+    return one_query_attention(query, kept(key), kept(value), mask, softmax)
 
 
 def banded_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: MixedCall,
+    sink: int,
+    window: int,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend in blocks of C queries to the sinks, the W keys before the block and its own keys.
 
@@ -207,7 +223,7 @@ def banded_local_attention(
     position_BS, mask = call.once(("band", sink, window, groups, device), make)
 
     def of_blocks(states: Tensor) -> Tensor:
-        own = F.pad(states, (0, 0, 0, extra)).view(batch, kv_heads, blocks, block, size)
+        own = F.pad(states, (0, 0, 0, extra)).view(batch, kv_heads, blocks, block, -1)
         before = F.pad(own[:, :, :-1, block - window :], (0, 0, 0, 0, 1, 0))
         sinks = _take_sinks(states, position_BS, sink)[:, :, None].expand(-1, -1, blocks, -1, -1)
         return torch.cat([sinks, before, own], dim=3).transpose(1, 2).flatten(0, 1)
@@ -215,11 +231,9 @@ def banded_local_attention(
     padded = F.pad(query, (0, 0, 0, extra)).view(batch, kv_heads, groups, blocks, block, size)
     by_block = padded.permute(0, 3, 1, 2, 4, 5)
     grouped = by_block.reshape(batch * blocks, kv_heads, groups * block, size)
-    out = F.scaled_dot_product_attention(
-        grouped, of_blocks(key), of_blocks(value), attn_mask=mask, scale=scale
-    )
-    out = out.reshape(batch, blocks, kv_heads, groups, block, size).permute(0, 2, 3, 1, 4, 5)
-    return out.reshape(batch, kv_heads * groups, blocks * block, size)[:, :, :length]
+    out = softmax.attend(grouped, of_blocks(key), of_blocks(value), mask)
+    out = out.reshape(batch, blocks, kv_heads, groups, block, -1).permute(0, 2, 3, 1, 4, 5)
+    return out.reshape(batch, kv_heads * groups, blocks * block, -1)[:, :, :length]
 
 
 @functools.cache
@@ -290,11 +304,18 @@ def local_block_mask(call: MixedCall, sink: int, window: int, device: torch.devi
 
 
 def flex_local_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: MixedCall, sink: int, window: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: MixedCall,
+    sink: int,
+    window: int,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend by FlexAttention: without a dense mask, about 256 MB a row at 8k tokens."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    assert softmax.is_plain
     block_mask = call.once(
         ("flex", sink, window, query.device),
         lambda: local_block_mask(call, sink, window, query.device),
@@ -306,7 +327,7 @@ def flex_local_attention(
         key,
         value,
         block_mask=block_mask,
-        scale=scale,
+        scale=softmax.scale,
         enable_gqa=True,
         kernel_options=FLEX_OPTIONS,
     )

@@ -17,8 +17,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rlkv.utils.numbers import check_whole
 
-# keyword arguments of an attention call that do not change its result: they are meant for other
-# parts of the model
+# keyword arguments of an attention call that do not change its result, as they are meant for other
+# parts of the model, or that every attention here heeds (rlkv.attention.softmax)
 UNDERSTOOD = frozenset(
     {
         "cache_position",
@@ -27,6 +27,8 @@ UNDERSTOOD = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "position_ids",
+        "s_aux",
+        "softcap",
         "use_cache",
     }
 )
@@ -41,8 +43,8 @@ def refuse_variants(
 ) -> None:
     """Raise ``ValueError`` if an attention call has a keyword argument that ``who`` would ignore.
 
-    Whatever is not known to be harmless may change the result (learned sinks, soft-capped logits,
-    position biases, packed sequences), so it is refused unless its value is None or False.
+    Whatever is not known to be harmless may change the result (position biases, packed sequences),
+    so it is refused unless its value is None or False.
 
     Args:
         arguments: the keyword arguments of the call.

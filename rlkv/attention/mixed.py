@@ -1,7 +1,8 @@
 """The attention implementation ``rlkv_mixed`` (arXiv 2510.08525, equation of the mixed attention).
 
 Layers without a gate, and all layers while the adapter is disabled, run the stock ``sdpa``
-attention and mask, except where one token is decoded.
+attention and mask, except where one token is decoded, and where logits are soft-capped or have
+learned sinks, which ``sdpa`` ignores.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlkv.attention.call import (
     mixed_mask,
     refuse_variants,
 )
+from rlkv.attention.softmax import Softmax
 from rlkv.utils.devices import leave_cudnn_out
 
 # without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
@@ -55,7 +57,7 @@ def mix(full: Tensor, local: Tensor, alpha_H: Tensor) -> Tensor:
     return mixed.reshape(full.shape).to(full.dtype)
 
 
-Branch = Callable[[Tensor, Tensor, Tensor], Tensor]
+Branch = Callable[..., Tensor]
 
 
 def _is_mask(alpha_H: Tensor, queries: int) -> bool:
@@ -71,15 +73,22 @@ def _is_mask(alpha_H: Tensor, queries: int) -> bool:
 
 
 def _each_head_once(
-    query: Tensor, key: Tensor, value: Tensor, full_H: Tensor, full: Branch, local: Branch
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    full_H: Tensor,
+    full: Branch,
+    local: Branch,
 ) -> Tensor:
     """Compute the full branch for the heads ``full_H`` (bool ``[H]``), else the local one."""
     if full_H.all() or not full_H.any():
-        return (full if full_H[0] else local)(query, key, value)
+        return (full if full_H[0] else local)(query, key, value, softmax=softmax)
     query = query.unflatten(1, (len(full_H), -1))
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:4], value.shape[-1])
     for branch, chosen_H in ((full, full_H), (local, ~full_H)):
-        states = branch(query[:, chosen_H].flatten(1, 2), key[:, chosen_H], value[:, chosen_H])
+        own = query[:, chosen_H].flatten(1, 2), key[:, chosen_H], value[:, chosen_H]
+        states = branch(*own, softmax=softmax.of_heads(chosen_H, len(full_H)))
         out[:, chosen_H] = states.unflatten(1, (-1, query.shape[2]))
     return out.flatten(1, 2)
 
@@ -138,15 +147,14 @@ def mixed_attention(
             f"{len(gate.alpha_H)}, as its config says: gates need a model with one number of KV "
             "heads in all layers"
         )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    full = partial(full_attention, call=attention_mask, scale=scale)
-    local = partial(
-        local_attention, call=attention_mask, sink=gate.sink, window=gate.window, scale=scale
-    )
+    softmax = Softmax.of_call(query, scaling, kwargs)
+    full = partial(full_attention, call=attention_mask)
+    local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window)
     if _is_mask(gate.alpha_H, query.shape[2]):
-        out = _each_head_once(query, key, value, gate.alpha_H == 1, full, local)
+        out = _each_head_once(query, key, value, softmax, gate.alpha_H == 1, full, local)
     else:
-        out = mix(full(query, key, value), local(query, key, value), gate.alpha_H)
+        own = {"softmax": softmax}
+        out = mix(full(query, key, value, **own), local(query, key, value, **own), gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -160,15 +168,29 @@ def plain_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what ``sdpa`` does, faster where each row has one query: layers without a gate."""
+    """Compute the attention of layers without a gate, as ``sdpa``, faster for one query a row.
+
+    Learned sinks and soft-capped logits, which ``sdpa`` ignores, are computed as ``eager`` does.
+
+    Raises:
+        ValueError: for what that does not have: dropout, a position bias, no causality.
+    """
+    softmax = Softmax.of_call(query, scaling, kwargs)
     if _is_one_causal_query(attention_mask, dropout, kwargs):
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        out = full_attention(query, key, value, attention_mask, scale)
+        out = full_attention(query, key, value, attention_mask, softmax)
         return out.transpose(1, 2).contiguous(), None
     mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
-    return sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    if softmax.is_plain:
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    who = "attention with learned sinks or soft-capped logits"
+    refuse_variants(kwargs, who, also=frozenset({"sliding_window"}))
+    if dropout:
+        raise ValueError(f"{who} has no dropout: set attention_dropout to 0 (it is {dropout})")
+    causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    out = softmax.attend(query, key, value, mask, causal)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _is_one_causal_query(mask: Any, dropout: float, arguments: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
+from rlkv.attention.softmax import Softmax
 from rlkv.benchmarks.turns import (
     Contender,
     DecodeConfig,
@@ -230,8 +231,8 @@ class LayerSteps(Steps):
                 shared[:] = shared or [plan[0].decode_step]
                 shared[0].start.fill_(start)
                 plan[0].decode_step = shared[0]
-            scale = self.config.head_dim**-0.5
-            return partial(cache.layers[0].attend_and_store, *token, plan, scale)
+            softmax = Softmax(self.config.head_dim**-0.5)
+            return partial(cache.layers[0].attend_and_store, *token, plan, softmax)
 
         return prepare
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.schedule import RowCounts, SegmentTensors
 from rlkv.cache.stores import Store, attend, grown_capacity, stack_rows
@@ -79,10 +80,10 @@ class EvictingStore(Store):
             self.planes["positions"] = torch.empty(shape, dtype=torch.long, device=key.device)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
         if self._splits(query):
-            out = self.attend(*self._by_query_head(query, key, value), layout, scale)
+            out = self.attend(*self._by_query_head(query, key, value), layout, softmax)
             return out.reshape(*query.shape[:4], value.shape[3])
         parts = []
         for segment in layout.segments:
@@ -90,18 +91,19 @@ class EvictingStore(Store):
             own = query[:, :, :, span]
             new = self._new_entries(key[:, :, span], value[:, :, span], segment, layout)
             held = self._append(new, segment)
-            out = attend(own, held["keys"], held["values"], segment.mask, segment.is_causal, scale)
+            states = (own, held["keys"], held["values"])
+            out = attend(*states, segment.mask, segment.is_causal, softmax)
             parts.append(out)
-            self._finish(held, own, segment, scale)
+            self._finish(held, own, segment, softmax.scale)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> None:
         if self._splits(query):
-            return self.store(*self._by_query_head(query, key, value), layout, scale)
+            return self.store(*self._by_query_head(query, key, value), layout, softmax)
         (segment,) = layout.segments
-        self._finish(self._new_entries(key, value, segment, layout), query, segment, scale)
+        self._finish(self._new_entries(key, value, segment, layout), query, segment, softmax.scale)
 
     def tensors(self) -> list[Tensor]:
         counted = [plane for name, plane in self.planes.items() if name != "positions"]

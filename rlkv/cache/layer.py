@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from rlkv.attention.call import OF_MASKED_SDPA, Unread, refuse_variants
+from rlkv.attention.mixed import plain_attention
+from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, CallPart, JoinLayout
 from rlkv.cache.stores import FullStore, PlainStore, Store, attend
 from rlkv.kernels.step import serves
@@ -89,6 +90,7 @@ class ReallocationLayer(CacheLayerMixin):
         self.device = key_states.device
         self.dtype = key_states.dtype
         self.order = self.order.to(self.device)
+        self.heads = self.order.split(self.counts)  # of each store
         self.restore = self.restore.to(self.device)
         self.places = self.places.to(self.device)
         for store in self.stores:
@@ -162,7 +164,7 @@ class ReallocationLayer(CacheLayerMixin):
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
     def attend_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], softmax: Softmax
     ) -> Tensor:
         """Cache the n new tokens and attend, part by part.
 
@@ -184,30 +186,35 @@ class ReallocationLayer(CacheLayerMixin):
         query = query.detach().unflatten(1, (self.num_heads, -1))
         key = key.detach()
         value = value.detach()
-        self.by_kernel = len(parts) == 1 and self._kernel_serves(query, key, value)
+        self.by_kernel = (
+            len(parts) == 1 and softmax.is_plain and self._kernel_serves(query, key, value)
+        )
         if self.by_kernel:
-            return self._decode(query, key, value, parts[0], scale)
+            return self._decode(query, key, value, parts[0], softmax.scale)
         outputs = []
         begin = 0
         for layout in parts:
             span = slice(begin, begin + layout.length)
             states = query[:, :, :, span], key[:, :, span], value[:, :, span]
-            outputs.append(self._attend_part(*states, layout, scale))
+            outputs.append(self._attend_part(*states, layout, softmax))
             begin = span.stop
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
     def _attend_part(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
         """Query ``[B, H, G, n, D]`` -> its shape."""
         if layout.is_prompt:
-            out = attend(query, key, value, layout.full_mask, layout.is_causal, scale)
-            self.store(query, key, value, layout, scale)
+            out = attend(query, key, value, layout.full_mask, layout.is_causal, softmax)
+            self.store(query, key, value, layout, softmax)
             return out
         outputs = []
-        for store, q, k, v in self._shared_out(query, key, value):
-            outputs.append(store.attend(q, k, v, layout, scale))
+        for (store, q, k, v), heads in zip(
+            self._shared_out(query, key, value), self.heads, strict=True
+        ):
+            own = softmax.of_heads(heads, self.num_heads)
+            outputs.append(store.attend(q, k, v, layout, own))
         self.length = layout.end
         if len(outputs) == 1:
             return outputs[0]
@@ -239,13 +246,13 @@ class ReallocationLayer(CacheLayerMixin):
         return out.flatten(1, 2)[:, None]
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         for store, q, k, v in self._shared_out(query, key, value):
-            store.store(q, k, v, layout, scale)
+            store.store(q, k, v, layout, softmax)
         self.length = layout.end
 
     def _shared_out(
@@ -370,8 +377,8 @@ def realloc_attention(
     elif isinstance(key, Tensor) and not isinstance(attention_mask, CachedCall):
         # a layer that is not changed: the cache gave its own states, the mask function its own mask
         refuse_variants(kwargs, IMPLEMENTATION, also=OF_MASKED_SDPA)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        return plain_attention(
+            module, query, key, value, attention_mask, scaling, dropout, **kwargs
         )
     else:
         raise ValueError(
@@ -386,7 +393,14 @@ def realloc_attention(
         )
     if dropout:
         raise ValueError(f"{IMPLEMENTATION} is for inference: call model.eval() first")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    softmax = Softmax.of_call(query, scaling, kwargs)
+    policy = key.layer.state.settings.eviction
+    if policy is not None and policy.uses_queries and not softmax.is_plain:
+        raise ValueError(
+            f"{policy.name} scores tokens by their attention without learned sinks and soft-capped "
+            "logits, which this model has: use sink and window, or a policy that does not look at "
+            "queries, such as random"
+        )
     parts = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(
@@ -394,7 +408,7 @@ def realloc_attention(
             f"layer, which are in the cache already: {IMPLEMENTATION} needs a model in which every "
             "layer has its own"
         )
-    return key.layer.attend_and_store(query, key.states, value.states, parts, scale), None
+    return key.layer.attend_and_store(query, key.states, value.states, parts, softmax), None
 
 
 AttentionInterface.register(IMPLEMENTATION, realloc_attention)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.branches import grouped_attention, one_query_attention
+from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 
 # A buffer grows by 1/16 of its entries, rounded up to a multiple of 16: little headroom, and
@@ -36,13 +37,18 @@ def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    softmax: Softmax,
 ) -> Tensor:
     """Compute attention: query ``[B, H, G, n, D]``, keys and values ``[B, H, N, D]``."""
     if query.shape[3] == 1:
-        out = one_query_attention(query.flatten(1, 2), keys, values, mask, scale)
+        out = one_query_attention(query.flatten(1, 2), keys, values, mask, softmax)
     else:
-        out = grouped_attention(query.flatten(1, 2), keys, values, mask, causal, scale)
+        out = grouped_attention(query.flatten(1, 2), keys, values, mask, causal, softmax)
     return out.reshape(*query.shape[:4], values.shape[3])
 
 
@@ -99,13 +105,13 @@ class Store(ABC):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
         """Store new states ``[B, H, n, D]`` and attend: query ``[B, H, G, n, D]`` -> its shape."""
 
     @abstractmethod
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> None:
         """Store the states of a whole prompt without attending; arguments as of :meth:`attend`."""
 
@@ -160,12 +166,12 @@ class FullStore(PlainStore):
         super().allocate(key, value, entries)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
-        self.store(query, key, value, layout, scale)
+        self.store(query, key, value, layout, softmax)
         keys = self.keys.narrow(2, 0, layout.end)
         values = self.values.narrow(2, 0, layout.end)
-        return attend(query, keys, values, layout.full_mask, layout.is_causal, scale)
+        return attend(query, keys, values, layout.full_mask, layout.is_causal, softmax)
 
     def make_room(self, layout: CallLayout) -> None:
         capacity = self.keys.shape[2]
@@ -185,7 +191,7 @@ class FullStore(PlainStore):
         return self.keys.shape[2]
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> None:
         self.make_room(layout)
         self.keys.narrow(2, layout.start, layout.length).copy_(key)
@@ -216,7 +222,7 @@ class RingStore(PlainStore):
         self._resize(layout.ring)  # may differ for the first prompt after a reset
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
         self.make_room(layout)
         if layout.length == 1:
@@ -224,19 +230,19 @@ class RingStore(PlainStore):
             _write_token(self.values, value, layout.ring_slot)
             keys = self.keys.narrow(2, 0, layout.ring_view)
             values = self.values.narrow(2, 0, layout.ring_view)
-            return attend(query, keys, values, layout.ring_mask, False, scale)
+            return attend(query, keys, values, layout.ring_mask, False, softmax)
         parts = []
         for block in layout.blocks:
             span = slice(block.begin, block.end)
             keys = torch.cat([self.keys, key[:, :, span]], dim=2)
             values = torch.cat([self.values, value[:, :, span]], dim=2)
-            parts.append(attend(query[:, :, :, span], keys, values, block.mask, False, scale))
+            parts.append(attend(query[:, :, :, span], keys, values, block.mask, False, softmax))
             _write_tokens(self.keys, key[:, :, span], block.source, block.fresh)
             _write_tokens(self.values, value[:, :, span], block.source, block.fresh)
         return torch.cat(parts, dim=3)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> None:
         self.make_room(layout)
         _write_tokens(self.keys, key, *layout.whole_write)

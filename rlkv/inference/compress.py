@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 Gates = HeadGates | HeadAllocation | str | Path | None
 # kinds of layers
 SERVED = {FULL, FULL_AND_LINEAR, SLIDING, SLIDING_AND_LINEAR, CHUNKED, LINEAR, NONE, CROSS}
-_TRIED: WeakSet[PreTrainedModel] = WeakSet()  # models of which compress(...) has read two tokens
+# models of which compress(...) has read two tokens, without and with a policy that reads queries
+_TRIED: tuple[WeakSet[PreTrainedModel], WeakSet[PreTrainedModel]] = (WeakSet(), WeakSet())
 
 
 # --- which models are served
@@ -400,10 +401,11 @@ def compress(
     session = CompressedSession(allocation, settings, record, stock_layers)
     with ExitStack() as undo:
         _hook(base, session, undo)
-        if base not in _TRIED:
+        tried = _TRIED[eviction is not None and eviction.uses_queries]
+        if base not in tried:
             # what its attention cannot be served with is refused before any text
             try_forward(base, past_key_values=session.new_cache(), use_cache=True)
-            _TRIED.add(base)
+            tried.add(base)
         yield session
 
 

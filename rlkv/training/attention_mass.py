@@ -29,6 +29,7 @@ from rlkv.attention import IMPLEMENTATION
 from rlkv.attention.call import MixedCall, local_rule, mixed_mask
 from rlkv.attention.head_gate import gate_shares, set_gates
 from rlkv.attention.mixed import plain_attention
+from rlkv.attention.softmax import SCORES_AT_ONCE, Softmax
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
@@ -46,7 +47,6 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest
 
 MEASURING = "rlkv_measuring"  # the attention implementation
-SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
 CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
 READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
 READ |= {"sink", "window", "elimination_traces", "attention_queries"}
@@ -145,8 +145,8 @@ def outside_mass(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, scale)
+        softmax = Softmax.of_call(query, scaling, kwargs)
+        mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, softmax)
         if over == "max":
             scores.append(mass_BHQ.amax(-1))
         else:
@@ -169,7 +169,7 @@ def outside_mass(
 
 
 def mass_of_call(
-    query: Tensor, key: Tensor, call: MixedCall, sink: int, window: int, scale: float
+    query: Tensor, key: Tensor, call: MixedCall, sink: int, window: int, softmax: Softmax
 ) -> Tensor:
     """Compute how much of each query's softmax falls on keys that local attention does not see.
 
@@ -201,8 +201,8 @@ def mass_of_call(
         counts = at < rows.end[row] - 1
         is_outside = seen & ~local(row, None, at, key_K) & counts
         grouped = part.to(wide).reshape(batch, kv_heads, -1, part.shape[-1])
-        scores = (grouped @ keys * scale).view(*part.shape[:3], kv_length)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        products = (grouped @ keys).view(*part.shape[:3], kv_length)
+        weights = softmax.weights(products, seen, softmax.sinks_of(*part.shape[1:3]))
         mass = (weights * is_outside).sum(-1)
         found.append(mass.unflatten(1, (kv_heads, -1)).amax(2))
     return torch.cat(found, dim=-1)

@@ -17,12 +17,13 @@ from rlkv.attention import branches
 from rlkv.attention.branches import dense_attention, full_attention, local_attention
 from rlkv.attention.call import MixedCall, local_rule
 from rlkv.attention.mixed import mix
+from rlkv.attention.softmax import Softmax
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.mixed_reference import full_mask, local_mask
 from tests.helpers.pairwise import pairwise
 from tests.helpers.transposed import in_both_layouts
 
-SCALE = 16**-0.5
+SOFTMAX = Softmax(16**-0.5)
 TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
 CPU = torch.device("cpu")
 Padding = list[tuple[int, int]]  # left and right, of each row
@@ -59,11 +60,11 @@ def test_local_forms_equal_the_dense_one(case: dict[str, Any]) -> None:
     form, lengths, sizes = case.values()
     call = make_call(lengths, 263)
     states = make_states(call)
-    expected = dense_attention(*states, call.dense_local_mask(*sizes, CPU), SCALE)
+    expected = dense_attention(*states, call.dense_local_mask(*sizes, CPU), SOFTMAX)
     # flex has no backward pass on a CPU, and refuses inputs that want one
     has_backward = form is branches.banded_local_attention
     inputs = states if has_backward else [state.detach() for state in states]
-    found = form(*inputs, call, *sizes, SCALE)
+    found = form(*inputs, call, *sizes, SOFTMAX)
     real = real_queries(call).expand_as(expected)
     assert (found - expected)[real].abs().max() < TOLERANCE
     assert found.isfinite().all()
@@ -80,8 +81,8 @@ def test_local_forms_equal_the_dense_one(case: dict[str, Any]) -> None:
 def test_one_query_reads_sinks_and_window_only(lengths: Padding, sizes: tuple[int, int]) -> None:
     call = make_call(lengths, 60, q_length=1)
     states = make_states(call)
-    expected = dense_attention(*states, call.dense_local_mask(*sizes, CPU), SCALE)
-    found = branches.decode_local_attention(*states, call, *sizes, SCALE)
+    expected = dense_attention(*states, call.dense_local_mask(*sizes, CPU), SOFTMAX)
+    found = branches.decode_local_attention(*states, call, *sizes, SOFTMAX)
     assert (found - expected).abs().max() < TOLERANCE
 
 
@@ -93,12 +94,12 @@ def test_full_attention_equals_the_dense_form(lengths: Padding, q_length: int) -
     call = make_call(lengths, 60, q_length)
     states = make_states(call)
     mask = full_mask(call.padding_BK) | torch.eye(60, dtype=torch.bool)
-    expected = dense_attention(*states, mask[:, None, -q_length:], SCALE)
+    expected = dense_attention(*states, mask[:, None, -q_length:], SOFTMAX)
     real = real_queries(call).expand_as(expected)
     # the second one: S + W cover everything
     for found in (
-        full_attention(*states, call, SCALE),
-        local_attention(*states, call, 60, 60, SCALE),
+        full_attention(*states, call, SOFTMAX),
+        local_attention(*states, call, 60, 60, SOFTMAX),
     ):
         assert (found - expected)[real].abs().max() < TOLERANCE
 
@@ -143,7 +144,7 @@ def test_groups_equal_repeated_heads(groups: int, masked: bool) -> None:
     query, key, value = make_states(make_call([(0, 0)] * 2, 70), groups)
     seen = torch.ones(70, 70, dtype=torch.bool).tril()
     mask = seen if masked else None
-    found = branches.grouped_attention(query, key, value, mask, not masked, scale=0.3)
+    found = branches.grouped_attention(query, key, value, mask, not masked, Softmax(0.3))
     repeated = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     expected = F.scaled_dot_product_attention(query, *repeated, attn_mask=seen, scale=0.3)
     torch.testing.assert_close(found, expected)
@@ -158,7 +159,7 @@ def test_a_fused_kernel_serves_groups(dtype: torch.dtype, masked: bool) -> None:
     mask = torch.ones(70, 70, dtype=torch.bool, device="cuda").tril() if masked else None
     # an error without one of them
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        found = branches.grouped_attention(query, key, value, mask, not masked, scale=0.3)
+        found = branches.grouped_attention(query, key, value, mask, not masked, Softmax(0.3))
     assert found.isfinite().all()
 
 
@@ -171,8 +172,8 @@ def test_no_form_depends_on_the_strides_of_torchs_output(q_length: int, lengths:
     states = make_states(call)
 
     def run() -> list[Tensor]:
-        full = full_attention(*states, call, SCALE)
-        local = local_attention(*states, call, 4, 16, SCALE)
+        full = full_attention(*states, call, SOFTMAX)
+        local = local_attention(*states, call, 4, 16, SOFTMAX)
         mixed = mix(full, local, torch.tensor([0.0, 0.3, 1.0]))
         return [full, local, mixed, *torch.autograd.grad(mixed.square().sum(), states)]
 

@@ -13,7 +13,7 @@ from rlkv.attention.call import OF_SDPA, MixedCall, mixed_mask, refuse_variants
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 from rlkv.cache.layer import NewStates, realloc_attention
 
-NAMES = ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "never_heard_of")
+NAMES = ("sliding_window", "position_bias", "cu_seq_lens_q", "never_heard_of")
 STATES = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
 CALL = MixedCall(1, 5, 5, 0, None, True, lambda: None)
 
@@ -46,8 +46,8 @@ def test_arguments_that_would_be_ignored_are_named(name: str) -> None:
 
 
 def test_several_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"is_causal=False, s_aux, sliding_window"):
-        refuse_variants({"s_aux": 1, "sliding_window": 8, "is_causal": False}, "this")
+    with pytest.raises(ValueError, match=r"is_causal=False, position_bias, sliding_window"):
+        refuse_variants({"position_bias": 1, "sliding_window": 8, "is_causal": False}, "this")
     with pytest.raises(ValueError, match="attention weights"):
         refuse_variants({"output_attentions": True}, "this")
 
@@ -57,8 +57,8 @@ def test_a_layer_with_a_window_keeps_it_and_nothing_else(attention: Any) -> None
     window = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().triu(-1)
     expected = mixed_attention(layer(False), *STATES, window)[0]
     assert torch.equal(attention(layer(False), *STATES, window, sliding_window=2)[0], expected)
-    with pytest.raises(ValueError, match="s_aux"):
-        attention(layer(False), *STATES, window, sliding_window=2, s_aux=torch.zeros(2))
+    with pytest.raises(ValueError, match="never_heard_of"):
+        attention(layer(False), *STATES, window, sliding_window=2, never_heard_of=4)
 
 
 @pytest.mark.parametrize(

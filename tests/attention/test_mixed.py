@@ -16,13 +16,14 @@ from rlkv.attention import mixed
 from rlkv.attention.head_gate import gate_parameters
 from tests.helpers.gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
 from tests.helpers.mixed_reference import local_mask
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import FAMILIES, SOFTMAXES, make_tiny_model
 
 LENGTHS = [(0, 0), (7, 0), (60, 0), (150, 0)]
 TOTAL = 230  # beyond S + W + 2 blocks: the banded form runs
 # float32 through three layers of random weights, logits of size ~10: what two orders of summation
 # differ by
 TOLERANCE = 2e-5
+EVERY_SOFTMAX = pytest.mark.parametrize("family", [*FAMILIES, *SOFTMAXES])
 
 
 def logits_of(model: Any, ids: Tensor, mask: Tensor, gradients: bool = False) -> Tensor:
@@ -30,6 +31,7 @@ def logits_of(model: Any, ids: Tensor, mask: Tensor, gradients: bool = False) ->
         return model(ids, attention_mask=mask, position_ids=positions(mask)).logits
 
 
+@EVERY_SOFTMAX
 def test_all_ones_equals_the_unpatched_model(family: str) -> None:
     stock, gated = make_tiny_model(family), make_gated(family, 1.0)
     ids, mask = make_batch(LENGTHS, TOTAL)
@@ -84,6 +86,7 @@ def test_a_mask_of_heads_computes_each_head_once(
     assert (found - both)[mask.bool()].abs().max() < TOLERANCE
 
 
+@EVERY_SOFTMAX
 @pytest.mark.parametrize("lengths", [LENGTHS, [(0, 0), (0, 40), (0, 190)]], ids=["left", "right"])
 def test_padded_rows_equal_single_rows(family: str, lengths: list[tuple[int, int]]) -> None:
     gated = make_gated(family, "random")
@@ -95,6 +98,7 @@ def test_padded_rows_equal_single_rows(family: str, lengths: list[tuple[int, int
         assert (batched[row, left : TOTAL - right] - single[0]).abs().max() < TOLERANCE
 
 
+@EVERY_SOFTMAX
 @pytest.mark.parametrize("value", [0.0, 1.0, "random"])
 def test_generate_equals_teacher_forcing(family: str, value: float | str) -> None:
     gated = make_gated(family, value)
@@ -113,7 +117,9 @@ class DoubleNorm(torch.nn.Module):
 
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        is_gemma = hasattr(norm, "eps")
+        self.weight = norm.weight + 1 if is_gemma else norm.weight
+        self.eps = norm.eps if is_gemma else norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -127,6 +133,7 @@ def in_double(gated: PeftModel) -> PeftModel:
     return gated.double()
 
 
+@EVERY_SOFTMAX
 def test_gate_gradient_equals_finite_differences(family: str) -> None:
     gated = in_double(make_gated(family, "random"))
     ids, mask = make_batch([(0, 0), (9, 0)], 200)

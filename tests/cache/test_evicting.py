@@ -14,7 +14,7 @@ from rlkv.cache.accounting import EntrySize, kv_nbytes
 from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, SinkWindow
 from rlkv.eviction.base import EvictionPolicy
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import SOFTMAXES, make_tiny_model
 from tests.helpers.naive_eviction import INSTANCES, naive_logits, small_policy
 
 NONE_FULL = torch.zeros_like(MIXED)
@@ -42,7 +42,10 @@ def test_a_budget_beyond_the_text_is_the_full_cache_bit_for_bit(
     assert torch.equal(cached_logits(model, ids, cache, calls, real)[real], want[real])
 
 
-def test_sink_window_policy_with_a_buffer_of_one_is_the_ring(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("family", ["llama", *SOFTMAXES])
+def test_sink_window_policy_with_a_buffer_of_one_is_the_ring(family: str) -> None:
+    model = make_tiny_model(family)
+    model.set_attn_implementation(IMPLEMENTATION)
     ids, calls = draw_ids(2, 50), [20] + [1] * 30
     # the ring attends to S + W entries; the policy stores the new token first and evicts after
     policy = SinkWindow(budget=7, sink=3, buffer=1)

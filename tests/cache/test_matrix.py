@@ -20,7 +20,7 @@ from rlkv.cache import plan as plan_module
 from rlkv.cache.accounting import EntrySize, kv_nbytes
 from tests.helpers.cached_logits import MIXED, TOLERANCE, cached_logits, draw_ids, real_tokens
 from tests.helpers.mixed_reference import reference_logits
-from tests.helpers.models import FAMILIES, make_tiny_model
+from tests.helpers.models import FAMILIES, SOFTMAXES, make_tiny_model
 from tests.helpers.naive_eviction import INSTANCES, naive_logits
 from tests.helpers.pairwise import pairwise
 
@@ -49,7 +49,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    made = {family: make_tiny_model(family) for family in FAMILIES}
+    made = {family: make_tiny_model(family) for family in (*FAMILIES, *SOFTMAXES)}
     for model in made.values():
         model.set_attn_implementation(IMPLEMENTATION)
     return made
@@ -141,7 +141,9 @@ def test_rows_under_a_policy(case: dict[str, Any], models: dict[str, PreTrainedM
 
 @pytest.mark.parametrize(
     "case",
-    pairwise({"protect": ("all sinks", "prompt kept")} | SHARED),
+    pairwise(
+        {"protect": ("all sinks", "prompt kept")} | SHARED | {"family": (*FAMILIES, *SOFTMAXES)}
+    ),
     ids=lambda case: "-".join(case.values()),
 )
 def test_rows_with_sinks_and_window(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkv.attention.branches import local_attention
 from rlkv.attention.call import MixedCall
 from rlkv.attention.head_gate import HeadGateConfig, set_gates
+from rlkv.attention.softmax import Softmax
 from rlkv.benchmarks.turns import relative_error, timed
 from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.footprint import free_memory
@@ -139,7 +140,7 @@ class Case:
             call=call,
             sink=self.sizes.sink,
             window=self.sizes.window,
-            scale=self.sizes.head_dim**-0.5,
+            softmax=Softmax(self.sizes.head_dim**-0.5),
         )
         if mode == "no grad":
             with torch.no_grad():

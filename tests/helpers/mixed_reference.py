@@ -54,6 +54,8 @@ def mixed_by_head_attention(
     mask_of_full: torch.Tensor,
     mask_of_local: torch.Tensor,
     scale: float,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention in fp32, head by head.
 
@@ -63,6 +65,8 @@ def mixed_by_head_attention(
         full_heads: bool ``[H]``.
         mask_of_full: bool ``[B, T, T]`` (query, key) of the full heads; ``mask_of_local`` of the
             others.
+        softcap: of the logits.
+        s_aux: learned sinks ``[H * G]``.
 
     Returns:
         ``[B, T, H * G, D]`` in the dtype of the query; zeros where a query sees nothing (padding).
@@ -73,7 +77,13 @@ def mixed_by_head_attention(
         kv_head = head // group_size
         mask = mask_of_full if full_heads[kv_head] else mask_of_local
         scores = query[:, head].float() @ key[:, kv_head].float().transpose(-1, -2) * scale
-        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if s_aux is not None:
+            sink = s_aux[head].float().expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
         weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
         outputs.append(weights @ value[:, kv_head].float())
     return torch.stack(outputs, dim=2).to(query.dtype)
@@ -87,7 +97,8 @@ def _attention(
 ) -> Any:
     masks = (_current["full_mask"], _current["local_mask"])
     heads = _current["full"][module.layer_idx]
-    return mixed_by_head_attention(query, key, value, heads, *masks, scaling), None
+    own = {name: kwargs.get(name) for name in ("softcap", "s_aux")}
+    return mixed_by_head_attention(query, key, value, heads, *masks, scaling, **own), None
 
 
 AttentionInterface.register("rlkv_reference", _attention)

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -31,7 +35,9 @@ from rlkv.models.loading import load_tokenizer
 FAMILIES = ("llama", "qwen2", "qwen3")  # what every equality is tested with
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -39,10 +45,13 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-# the default, 1, makes logits so large that rounding shows
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
-    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    "gemma2": {"attn_logit_softcapping": 1.0},
+    "gpt_oss": {"num_local_experts": 4, "experts_implementation": "eager"},
+    # the default, 1, makes logits so large that rounding shows
+    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
 }
+SOFTMAXES = ("gemma2", "gpt_oss")  # with soft-capped logits, and with learned sinks
 
 # options of rlkv-bench for a model of toy size
 TOY_LLAMA: dict[str, Any] = {"layers": 2, "hidden": 32, "intermediate": 85, "query_heads": 4}
@@ -73,6 +82,9 @@ def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedM
         "eos_token_id": 2,
     }
     settings |= _OWN_SETTINGS.get(family, {}) | overrides
+    if family in SOFTMAXES:  # transformers' "sdpa" computes neither
+        full = {"sliding_window": 8, "layer_types": ["full_attention"] * 3}
+        settings |= {"attn_implementation": "eager"} | full | overrides
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).eval()
     with torch.no_grad():  # the default initialisation is so small that attention would be uniform

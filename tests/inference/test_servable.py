@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import rlkv
 from rlkv import HeadAllocation
 from rlkv.attention.head_gate import HeadGateConfig
-from rlkv.eviction import RKV
+from rlkv.eviction import RKV, RandomEviction
 from rlkv.models.shape import ModelShape
 from tests.helpers.equalities import CHECKS, Case, unchanged
 from tests.helpers.families import FAMILIES, Family, make_family
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import SOFTMAXES, make_tiny_model
 
 peft = pytest.importorskip("peft")
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -188,6 +188,24 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
         text = model.generate(more, past_key_values=cache, **turn)
         for branch in branches:
             assert torch.equal(model.generate(more, past_key_values=branch, **turn), text)
+
+
+@pytest.mark.parametrize("family", SOFTMAXES)
+def test_policies_that_score_attention_of_another_softmax(family: str) -> None:
+    """They are refused before any text, also where the model has been served without one."""
+    model = make_tiny_model(family)
+    with rlkv.compress(model, ALL_FULL):
+        pass
+    for _ in range(2):
+        with (
+            unchanged(model),
+            pytest.raises(ValueError, match="^rkv scores tokens by their attention without"),
+            rlkv.compress(model, eviction=RKV(budget=6, buffer=2, observation=2)),
+        ):
+            pass
+    with rlkv.compress(model, eviction=RandomEviction(budget=64)):
+        found = model.generate(IDS, **GREEDY)
+    assert torch.equal(found, model.generate(IDS, **GREEDY))
 
 
 def test_a_model_is_tried_once() -> None:

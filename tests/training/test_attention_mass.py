@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlkv import tiny
 from rlkv.attention.call import MixedCall
+from rlkv.attention.softmax import Softmax
 from rlkv.cli.train import parse_config
 from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
@@ -41,10 +42,11 @@ def texts() -> list[MarkedText]:
 
 def explicit(model: PreTrainedModel, text: MarkedText, over: str) -> Tensor:
     """Score heads, ``[L, H]``, by the whole attention weights of one text, token by token."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(torch.tensor([text.ids]), output_attentions=True).attentions
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(before)
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
     layers = []
     for weights_1PTT in weights:
@@ -64,12 +66,13 @@ def measured(model: PreTrainedModel, chosen: list[MarkedText], over: str = "max"
 
 
 @pytest.mark.parametrize("over", ["max", "mean"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite", "gemma2", "gpt_oss"])
 def test_scores_are_those_of_explicit_attention_weights(
     name: str, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batched and padded, in blocks of a few queries, against single texts in eager attention."""
     model = make_tiny_model(name)
+    before = model.config._attn_implementation
     expected = torch.stack([explicit(model, text, over) for text in texts()])
     found = measured(model, texts(), over)
     assert found.shape == (4, 3, 4)
@@ -78,7 +81,7 @@ def test_scores_are_those_of_explicit_attention_weights(
     assert not found[3].any()
     monkeypatch.setattr(attention_mass, "SCORES_AT_ONCE", 4 * 8 * 51 * 3)  # three queries
     assert torch.allclose(measured(model, texts(), over), found, atol=1e-6)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == before
     assert not any("rlkv_gate" in module for module, _ in model.named_modules())
 
 
@@ -107,7 +110,7 @@ def test_scores_of_a_long_text_are_never_held_at_once(monkeypatch: pytest.Monkey
         make_stock_mask=lambda: None,
     )
     with LiveBytes() as live:
-        mass_BHQ = mass_of_call(query, key, call, SINK, WINDOW, 0.25)
+        mass_BHQ = mass_of_call(query, key, call, SINK, WINDOW, Softmax(0.25))
     assert mass_BHQ.shape == (2, 4, tokens)
     assert live.peak < 8 * 4 * 2**16  # a few copies of a block; all scores at once: 23 MB
 
