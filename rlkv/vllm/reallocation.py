@@ -101,9 +101,12 @@ class BinAttention(Attention):
             end = part.first + part.num_kv_heads
             part.kv_cache = cache[:, part.first : end] if is_bound else cache
 
-    def add_part(self, part: Part) -> PartAttention:
-        """Return the heads ``part`` of the bin, for the layer that has them."""
-        made = PartAttention(self, part)
+    def add_part(self, part: Part, sinks: Tensor | None) -> PartAttention:
+        """Return the heads ``part`` of the bin, for the layer that has them.
+
+        sinks: learned ones of the part's query heads; None: the model has none.
+        """
+        made = PartAttention(self, part, sinks)
         self.parts = (*self.parts, made)
         return made
 
@@ -141,7 +144,7 @@ class BinAttention(Attention):
 class PartAttention:
     """The heads of one layer in one bin: what runs."""
 
-    def __init__(self, own: BinAttention, part: Part) -> None:
+    def __init__(self, own: BinAttention, part: Part, sinks: Tensor | None) -> None:
         self.bin_name = own.layer_name
         self.first = part.first
         self.num_kv_heads = len(part.heads)
@@ -151,7 +154,10 @@ class PartAttention:
         scale = own.impl.scale
         dtype = own.kv_cache_dtype
         kind: Any = own.attn_backend.get_impl_cls()
-        self.impl = kind(self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype)
+        learned = {} if sinks is None else {"sinks": sinks}  # few kinds know the argument
+        self.impl = kind(
+            self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype, **learned
+        )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Do what the engine's attention operators do, with states ``[tokens, heads, size]``."""
@@ -263,7 +269,7 @@ class HeadOrder:
         gates_outputs: whether queries are projected together with gates of attention's outputs.
     """
 
-    heads: Mapping[int, Sequence[int]]
+    heads: Mapping[int, list[int]]
     group_size: int
     head_size: int
     gates_outputs: bool = False
@@ -279,6 +285,9 @@ class HeadOrder:
             own = found is not None and int(found[1]) in self.heads
             if found is None or not own or _NEITHER.match(found[2]):
                 yield name, tensor
+                continue
+            if found[2] == "sinks":  # one for each query head
+                yield name, tensor.view(-1, self.group_size)[self.heads[int(found[1])]].flatten()
                 continue
             projection = _PROJECTION.match(found[2])
             if projection is None:
@@ -352,7 +361,10 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     gated = Layout.from_config(vllm_config.model_config.hf_config).gated
-    layers = [model.model.layers[number].self_attn for number in gated]
+    layers = []
+    for number in gated:
+        layer = model.model.layers[number]
+        layers.append(layer.self_attn if hasattr(layer, "self_attn") else layer.attn)
     check_layers([layer.attn for layer in layers])
     stock = layers[0].attn
     others = keep_others([layer.attn for layer in layers], vllm_config)
@@ -378,7 +390,13 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     for number, layer in enumerate(layers):
         stock = layer.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-        parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
+        own_parts = plan.of_layer(number)
+        sizes = [len(part.heads) * group_size for part in own_parts]
+        learned = getattr(stock.impl, "sinks", None)  # reordered when they are loaded
+        sinks = [None] * len(sizes) if learned is None else learned.detach().split(sizes)
+        parts = []
+        for part, own_sinks in zip(own_parts, sinks, strict=True):
+            parts.append(bins[part.bin].add_part(part, own_sinks))
         layer.attn = SplitAttention(stock, parts, vllm_config)
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
@@ -437,7 +455,6 @@ def check_layers(layers: Sequence[Any]) -> None:
             "attention in both directions": layer.attn_type != AttentionType.DECODER,
             "soft-capped logits": bool(getattr(layer.impl, "logits_soft_cap", None)),
             "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
-            "learned sinks": getattr(layer.impl, "sinks", None) is not None,
             "another number or size of heads than the first layer": any(
                 getattr(layer, name) != getattr(first, name)
                 for name in ("num_heads", "num_kv_heads", "head_size")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlkv.cache.plan import CacheSettings
     from rlkv.eviction import EvictionPolicy
 
+LEARNED_SINKS = "GptOssForCausalLM"
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # with rollouts
 SERVED = (
     *ARCHITECTURES,
@@ -34,6 +35,7 @@ SERVED = (
     # hybrids, with sliding windows
     "Exaone4ForCausalLM",
     "Gemma3ForCausalLM",
+    LEARNED_SINKS,
     # with linear layers
     "GraniteMoeHybridForCausalLM",
     "Qwen3NextForCausalLM",
@@ -456,6 +458,11 @@ def prepare_engine(vllm_config: Any) -> float | None:
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    if settings.eviction and model.architecture == LEARNED_SINKS:
+        raise ValueError(
+            "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
+            "know: leave eviction out"
+        )
     assert settings.full is not None
     found = [len(row) for row in settings.full]
     heads = list(Layout.from_config(model.hf_config).heads)
