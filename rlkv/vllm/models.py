@@ -90,6 +90,16 @@ class GateWorker:
         self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))
 
 
+class PoolWorker:
+    """The call that a worker under head reallocation answers."""
+
+    model_runner: Any
+
+    def rlkv_pool(self) -> tuple[int, int, list[Any]]:
+        """Return tokens of a block, entries of the least one, and the layers without gates."""
+        return self.model_runner.get_model().rlkv_pool
+
+
 class _Dispatch:
     """The stock model, with other attention layers if rlkv was asked for."""
 

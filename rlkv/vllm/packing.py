@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,6 +171,28 @@ class Bin:
         return self.demand.full(tokens) if self.full else self.demand.compressible(tokens, prompt)
 
 
+class OtherLayer(NamedTuple):
+    """A layer without gates.
+
+    Attributes:
+        page: bytes of one of its blocks.
+        block_size: tokens of a block with a sliding window.
+        window: tokens that it keeps; 0: a linear layer, with one block for a request.
+    """
+
+    page: int
+    block_size: int = 0
+    window: int = 0
+
+    def held(self, tokens: int) -> int:
+        """Return the bytes of the blocks of a decoding request of so many tokens."""
+        if not self.window:
+            return self.page
+        # the window may begin anywhere in a block
+        most = -(-(self.window - 1) // self.block_size) + 1
+        return min(-(-tokens // self.block_size), most) * self.page
+
+
 @dataclass(frozen=True)
 class PackingPlan:
     """Bins of heads; ``demand``: for the engine's block size.
@@ -238,6 +260,7 @@ class PackingPlan:
         held = self.held(tokens, prompt) * entry_bytes
         ideal = self.ideal(tokens, prompt) * entry_bytes
         full = self.uncompressed(tokens) * entry_bytes
+        where = " in its layers with full attention" if self.least else ""
         protected = f", of which {prompt:,} in a protected prompt," if prompt else ""
         tables = ", ".join(
             f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins
@@ -246,18 +269,21 @@ class PackingPlan:
             f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in "
             f"{len(self.bins)} block "
             f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of "
-            f"KV, the full cache would hold {full:,} ({held / full:.3f}; without any waste "
+            f"KV{where}, the full cache would hold {full:,} ({held / full:.3f}; without any waste "
             f"{ideal / full:.3f}): {full / held:.2f} times the tokens in the same pool"
         )
 
     def capacity(self, blocks: int, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
         """Say in a line how many tokens a pool holds, in requests of ``tokens`` tokens."""
         entries = blocks * self.block_entries
+        size = f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB)"
+        if self.least:
+            return f"{size} also holds the layers without gates, as the stock engine does"
         held = entries * tokens // self.held(tokens, prompt)
         full = entries * tokens // self.uncompressed(tokens)
         return (
-            f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB) holds "
-            f"{held:,} tokens in requests of {tokens:,}; the full cache would hold {full:,}"
+            f"{size} holds {held:,} tokens in requests of {tokens:,}; the full cache would hold "
+            f"{full:,}"
         )
 
 

@@ -29,7 +29,15 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from rlkv.models.layout import Layout
 from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
 from rlkv.vllm.evicting import Eviction, evicting_backend
-from rlkv.vllm.packing import Bin, BufferDemand, PackingPlan, Part, SinkWindowDemand, plan_heads
+from rlkv.vllm.packing import (
+    Bin,
+    BufferDemand,
+    OtherLayer,
+    PackingPlan,
+    Part,
+    SinkWindowDemand,
+    plan_heads,
+)
 from rlkv.vllm.paged import GapRules
 from rlkv.vllm.settings import ServingSettings, check_engine, resolve_settings
 from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
@@ -387,6 +395,8 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     for number, own in enumerate(plan.bins):
         bins.append(BinAttention(stock, number, own, kept, vllm_config, page if states else None))
     model.rlkv_bins = nn.ModuleList(bins)
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
+    model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
     for number, layer in enumerate(layers):
         stock = layer.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
@@ -430,6 +440,13 @@ def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> list[Attenti
             layer.attn_backend = pooled_backend(layer)
         others.append(layer)
     return others
+
+
+def describe_other(spec: Any) -> OtherLayer:
+    """Read what a layer without gates holds off its kind of blocks."""
+    if isinstance(spec, MambaSpec):
+        return OtherLayer(spec.page_size_bytes)
+    return OtherLayer(spec.page_size_bytes, spec.block_size, spec.sliding_window)
 
 
 def pad_states(layer: Any, page: int) -> None:

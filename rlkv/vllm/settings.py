@@ -425,7 +425,7 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
             "saves memory"
         )
     if engine.cache_config.sliding_window is not None:
-        yield "sliding-window layers alone: their heads have no full cache to reallocate"
+        yield "sliding windows in all layers: their heads have no full cache to reallocate"
     if engine.model_config.is_hybrid and engine.cache_config.enable_prefix_caching:
         yield "prefix caching of linear layers: pass --no-enable-prefix-caching"
     if engine.cache_config.kv_sharing_fast_prefill:

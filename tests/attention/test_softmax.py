@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkv.attention import branches, softmax
-from rlkv.attention.branches import dense_attention, full_attention, local_attention
+from rlkv.attention.branches import full_attention, local_attention
 from rlkv.attention.mixed import mix, plain_attention
 from rlkv.attention.softmax import Softmax
 from tests.attention.test_branches import CPU, Padding, make_call, make_states, real_queries
