@@ -468,8 +468,8 @@ def prepare_engine(vllm_config: Any) -> float | None:
     heads = list(Layout.from_config(model.hf_config).heads)
     if found != heads:
         raise ValueError(
-            f"rlkv: the allocation is for {found} KV heads in the layers, but the model has {heads} "
-            "with full attention"
+            f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
+            f"{heads} with full attention"
         )
     # refuses an uneven allocation before any process starts
     deal_heads(settings.full_LH, ranks)

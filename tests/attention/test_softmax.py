@@ -147,11 +147,15 @@ def test_a_layer_without_a_gate_computes_them(kind: str) -> None:
     states = make_states(call)
     window = call.dense_local_mask(0, 4, CPU)
     own = {"softcap": KINDS[kind].cap, "s_aux": KINDS[kind].sinks_N}
-    for mask, seen in ((window, window), (None, call.dense_local_mask(30, 0, CPU)), (call, None)):
-        seen = call.dense_local_mask(30, 0, CPU) if seen is None else seen
+    everything = call.dense_local_mask(30, 0, CPU)
+    for mask, seen in ((window, window), (None, everything), (call, everything)):
         found, _ = plain_attention(layer(False), *states, mask, KINDS[kind].scale, **own)
         expected = reference(*states, seen, KINDS[kind]).transpose(1, 2)
         assert (found - expected).abs().max() < TOLERANCE
+    one = make_call([(0, 0)], 30, 1)
+    found, _ = plain_attention(layer(False), states[0][:, :, -1:], *states[1:], one, 0.25, **own)
+    alone, _ = plain_attention(layer(False), *states, None, 0.25, **own)
+    torch.testing.assert_close(found, alone[:, -1:])
 
 
 @pytest.mark.parametrize(

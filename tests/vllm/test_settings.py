@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation, compression_order
@@ -147,7 +148,7 @@ def fake_engine(**changes: Any) -> Any:
         ),
         model_config=SimpleNamespace(
             architecture="LlamaForCausalLM",
-            hf_config=None,
+            hf_config=LlamaConfig(num_hidden_layers=1, num_attention_heads=4),
             hf_text_config=SimpleNamespace(model_type="llama", num_hidden_layers=1),
             quantization=None,
             is_hybrid=False,
@@ -267,7 +268,7 @@ IN_FULL = {"prefill": "full"}
         ({"disable_hybrid_kv_cache_manager": True}, {}, "disable-hybrid-kv-cache-manager"),
         ({}, {"sparsity": 2}, "sparsity"),
         ({}, {"gates": "nowhere.safetensors"}, "nowhere.safetensors"),
-        ({}, {"full": FULL[:3], **SINKS}, "for .3, 4. layers and KV heads"),
+        ({}, {"full": FULL[:3], **SINKS}, "for .4, 4, 4. KV heads, layer by layer"),
         ({"tensor_parallel_size": 8}, {}, "--tensor-parallel-size 8 and 4 KV heads a layer"),
         ({"tensor_parallel_size": 2}, {"full": FULL, **SINKS}, "7 full heads are not spread"),
         ({"max_num_batched_tokens": 300}, IN_FULL, "300 .*1,024.* --max-num-batched-tokens"),
