@@ -34,6 +34,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rlkv.attention import LocalSizes
+from rlkv.attention.softmax import Softmax
 from rlkv.utils.devices import moved
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import (
@@ -150,6 +151,7 @@ class TorchImpl(AttendingImpl):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.softmax = Softmax(self.scale, sinks_N=kw.get("sinks"))
         self.num_kv_heads = num_kv_heads
 
 
@@ -301,7 +303,7 @@ class MixedTorchImpl(_LiveGates, TorchImpl):
     def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         writes, reads = step
         writes.store(states.key, states.value, kv)
-        paged_mixed_attention(states.query, kv, reads, self.alpha_H, self.scale, out)
+        paged_mixed_attention(states.query, kv, reads, self.alpha_H, self.softmax, out)
 
 
 class MixedTorchBackend(TorchBackend):
@@ -418,6 +420,20 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
+class PooledCPUBackend(BackendParts, CPUAttentionBackend):
+    """The stock CPU kernels in a pool of bins, for layers without gates."""
+
+    impl = CPUAttentionBackendImpl
+    builder = CPUAttentionMetadataBuilder
+    layouts = LAYOUTS
+    name = CPUAttentionBackend.get_name()
+
+
+def pooled_backend(stock: Attention) -> type[AttentionBackend]:
+    """Return the backend of a stock layer whose cache is in the bins' pool."""
+    return PooledCPUBackend if current_platform.is_cpu() else stock.attn_backend
+
+
 def local_backend() -> type[AttentionBackend]:
     """Return the backend of sinks and a window on this platform."""
     return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
@@ -445,8 +461,8 @@ class LocalTorchImpl(TorchImpl):
     def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         writes, reads, prompts = step
         writes.store(states.key, states.value, kv)
-        paged_local_attention(states.query, kv, reads, self.scale, out)
-        attend_prompts(*states, prompts, self.scale, out)
+        paged_local_attention(states.query, kv, reads, self.softmax, out)
+        attend_prompts(*states, prompts, self.softmax, out)
 
 
 class LocalTorchBackend(TorchBackend):
@@ -466,7 +482,7 @@ class LocalTritonBuilder(GaplessTritonBuilder):
 class LocalTritonImpl(AttendingImpl, TritonAttentionImpl):
     def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         TritonAttentionImpl.forward(self, layer, *states, kv, step, out)
-        attend_prompts(*states, step.prompts, self.scale, out)
+        attend_prompts(*states, step.prompts, Softmax(self.scale, sinks_N=self.sinks), out)
 
 
 class LocalTritonBackend(BackendParts, TritonAttentionBackend):

@@ -37,7 +37,7 @@ from rlkv.rollout.base import (
 )
 from rlkv.rollout.decoding import Row, StopRule
 from rlkv.rollout.footprint import GIB
-from rlkv.vllm.packing import plan_heads
+from rlkv.vllm.packing import OtherLayer, plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
 from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED_KEY, ServingSettings
 
@@ -386,21 +386,25 @@ class ServingEngine(VLLMEngine):
             options.setdefault("block_size", CPU_BLOCK_SIZE)
         if settings.whole_prompts:  # the engine makes its steps as long as the longest prompt
             options.setdefault("enable_chunked_prefill", False)
-        request = {KEY: settings.to_request()}
-        super().__init__(model, max_rows=batch_size, additional_config=request, **options)
+        options["additional_config"] = {KEY: settings.to_request()}
+        options["worker_extension_cls"] = "rlkv.vllm.models.PoolWorker"
+        super().__init__(model, max_rows=batch_size, **options)
         self.batch_size = batch_size
         self.settings = settings
         self.allocation = settings.allocation
         self.eviction = settings.policy()
         config = self.llm.llm_engine.vllm_config
         shape = ModelShape.from_config(config.model_config.hf_config)
+        block_size, least, others = self._call_worker("rlkv_pool")
         self.plans = plan_heads(
             settings,
-            config.cache_config.block_size,
+            block_size,
             shape.num_query_heads // shape.num_kv_heads,
             self.max_positions,
             config.parallel_config.tensor_parallel_size,
+            least,
         )
+        self.others = [OtherLayer(*other) for other in others] * len(self.plans)
         dtype = config.model_config.dtype
         self.dtype = str(dtype).removeprefix("torch.")
         self.entry_bytes = 2 * shape.head_dim * dtype.itemsize
@@ -423,7 +427,8 @@ class ServingEngine(VLLMEngine):
     ) -> tuple[list[Completion], Usage]:
         """Complete rendered ``prompts``, in their order; ``numbers`` as of :meth:`stream`.
 
-        The bytes are those of all blocks at the texts' ends.  ``full`` is refused with
+        The bytes are those of all blocks at the texts' ends, those of layers without gates
+        included.  ``full`` is refused with
         ``ValueError``: the engine has no second cache.
         """
         if full:
@@ -433,12 +438,14 @@ class ServingEngine(VLLMEngine):
         start = time.perf_counter()
         completions = self.generate(prompts, sampling, numbers=numbers)
         seconds = time.perf_counter() - start
-        tokens = held = uncompressed = 0
+        tokens = held = uncompressed = kept = 0
         for completion, given in zip(completions, self.prompt_lengths(prompts), strict=True):
             made = len(completion.token_ids)
             tokens += made
             length = given + made - 1  # the last token is never fed back
             held += sum(plan.held(length, given) for plan in self.plans)
             uncompressed += sum(plan.uncompressed(length) for plan in self.plans)
+            kept += sum(other.held(length) for other in self.others)
         size = self.entry_bytes
-        return completions, Usage(tokens, seconds, held * size, uncompressed * size)
+        amounts = held * size + kept, uncompressed * size + kept
+        return completions, Usage(tokens, seconds, *amounts)

@@ -322,7 +322,7 @@ class EvictingTorchImpl(_EvictingImpl, TorchImpl):
     def attend_round(
         self, layer: Any, query: Tensor, kv: Tensor, part: PlacedRound, out: Tensor
     ) -> None:
-        paged_local_attention(query, kv, part.attention, self.scale, out)
+        paged_local_attention(query, kv, part.attention, self.softmax, out)
 
 
 class EvictingTorchBackend(TorchBackend):

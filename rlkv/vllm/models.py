@@ -7,25 +7,27 @@ or the settings of head reallocation.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.gemma import GemmaForCausalLM as StockGemma
-from vllm.model_executor.models.glm4 import Glm4ForCausalLM as StockGlm4
-from vllm.model_executor.models.granite import GraniteForCausalLM as StockGranite
-from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
-from vllm.model_executor.models.mistral import MistralForCausalLM as StockMistral
-from vllm.model_executor.models.phi3 import Phi3ForCausalLM as StockPhi3
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as StockQwen2
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as StockQwen3
+from vllm.model_executor.models.registry import _VLLM_MODELS
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import mixed_backend
 from rlkv.vllm.plugin import check_version
-from rlkv.vllm.settings import MIXED_KEY, ROLLOUT, asks_for_rollout, check_engine, read_request
+from rlkv.vllm.settings import (
+    MIXED_KEY,
+    ROLLOUT,
+    SERVED,
+    asks_for_rollout,
+    check_engine,
+    read_request,
+)
 
 if TYPE_CHECKING:
     from rlkv.vllm.reallocation import HeadOrder
@@ -88,6 +90,16 @@ class GateWorker:
         self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))
 
 
+class PoolWorker:
+    """The call that a worker under head reallocation answers."""
+
+    model_runner: Any
+
+    def rlkv_pool(self) -> tuple[int, int, list[Any]]:
+        """Return tokens of a block, entries of the least one, and the layers without gates."""
+        return self.model_runner.get_model().rlkv_pool
+
+
 class _Dispatch:
     """The stock model, with other attention layers if rlkv was asked for."""
 
@@ -108,33 +120,11 @@ class _Dispatch:
         return super().load_weights(weights if self.rlkv is None else self.rlkv.reordered(weights))  # type: ignore[misc]
 
 
-class GemmaForCausalLM(_Dispatch, StockGemma):
-    pass
-
-
-class Glm4ForCausalLM(_Dispatch, StockGlm4):
-    pass
-
-
-class GraniteForCausalLM(_Dispatch, StockGranite):
-    pass
-
-
-class LlamaForCausalLM(_Dispatch, StockLlama):
-    pass
-
-
-class MistralForCausalLM(_Dispatch, StockMistral):
-    pass
-
-
-class Phi3ForCausalLM(_Dispatch, StockPhi3):
-    pass
-
-
-class Qwen2ForCausalLM(_Dispatch, StockQwen2):
-    pass
-
-
-class Qwen3ForCausalLM(_Dispatch, StockQwen3):
-    pass
+@cache
+def __getattr__(name: str) -> type:
+    """Make the class of an architecture that is served, out of the engine's own."""
+    if name not in SERVED:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    module, stock = _VLLM_MODELS[name]
+    found = getattr(import_module(f"vllm.model_executor.models.{module}"), stock)
+    return type(name, (_Dispatch, found), {"__module__": __name__})

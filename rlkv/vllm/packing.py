@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,21 +171,46 @@ class Bin:
         return self.demand.full(tokens) if self.full else self.demand.compressible(tokens, prompt)
 
 
+class OtherLayer(NamedTuple):
+    """A layer without gates.
+
+    Attributes:
+        page: bytes of one of its blocks.
+        block_size: tokens of a block with a sliding window.
+        window: tokens that it keeps; 0: a linear layer, with one block for a request.
+    """
+
+    page: int
+    block_size: int = 0
+    window: int = 0
+
+    def held(self, tokens: int) -> int:
+        """Return the bytes of the blocks of a decoding request of so many tokens."""
+        if not self.window:
+            return self.page
+        # the window may begin anywhere in a block
+        most = -(-(self.window - 1) // self.block_size) + 1
+        return min(-(-tokens // self.block_size), most) * self.page
+
+
 @dataclass(frozen=True)
 class PackingPlan:
     """Bins of heads; ``demand``: for the engine's block size.
 
+    ``least`` entries are the size of the largest block of the layers that have no gates: all
+    blocks of a pool are equal.
     Amounts are counted in entries, a key and a value, of a decoding request of ``tokens`` tokens,
     ``prompt`` of which are its prompt and count if it is protected.
     """
 
     bins: tuple[Bin, ...]
     demand: BlockDemand
+    least: int = 0
 
     @cached_property
     def block_entries(self) -> int:
-        """The size of a block: that of the largest bin's."""
-        return max(own.entries for own in self.bins)
+        """The size of a block: that of the largest one."""
+        return max(self.least, *(own.entries for own in self.bins))
 
     def of_layer(self, layer: int) -> list[Part]:
         """Return the layer's parts, full ones first: the order of its heads when served."""
@@ -235,6 +260,7 @@ class PackingPlan:
         held = self.held(tokens, prompt) * entry_bytes
         ideal = self.ideal(tokens, prompt) * entry_bytes
         full = self.uncompressed(tokens) * entry_bytes
+        where = " in its layers with full attention" if self.least else ""
         protected = f", of which {prompt:,} in a protected prompt," if prompt else ""
         tables = ", ".join(
             f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins
@@ -243,27 +269,37 @@ class PackingPlan:
             f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in "
             f"{len(self.bins)} block "
             f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of "
-            f"KV, the full cache would hold {full:,} ({held / full:.3f}; without any waste "
+            f"KV{where}, the full cache would hold {full:,} ({held / full:.3f}; without any waste "
             f"{ideal / full:.3f}): {full / held:.2f} times the tokens in the same pool"
         )
 
     def capacity(self, blocks: int, entry_bytes: int, tokens: int, prompt: int = 0) -> str:
         """Say in a line how many tokens a pool holds, in requests of ``tokens`` tokens."""
         entries = blocks * self.block_entries
+        size = f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB)"
+        if self.least:
+            return f"{size} also holds the layers without gates, as the stock engine does"
         held = entries * tokens // self.held(tokens, prompt)
         full = entries * tokens // self.uncompressed(tokens)
         return (
-            f"the pool of {blocks:,} blocks ({entries * entry_bytes / 2**30:,.2f} GiB) holds "
-            f"{held:,} tokens in requests of {tokens:,}; the full cache would hold {full:,}"
+            f"{size} holds {held:,} tokens in requests of {tokens:,}; the full cache would hold "
+            f"{full:,}"
         )
 
 
 def plan_heads(
-    settings: ServingSettings, block_size: int, group_size: int, longest: int, ranks: int = 1
+    settings: ServingSettings,
+    block_size: int,
+    group_size: int,
+    longest: int,
+    ranks: int = 1,
+    least: int = 0,
 ) -> list[PackingPlan]:
-    """Plan the heads of each rank, for resolved settings.
+    """Plan the heads of each rank, for resolved settings; layers without gates do not count.
 
-    longest: tokens of the longest text.
+    Args:
+        longest: tokens of the longest text.
+        least: as of :class:`PackingPlan`.
     """
     policy = settings.policy()
     if policy is None:
@@ -274,11 +310,11 @@ def plan_heads(
         )
     else:
         demand = BufferDemand.of(policy, block_size, group_size)
-    full_LH = settings.allocation.full
+    full_LH = settings.full_LH
     reference = settings.reference(longest)
     # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
     dealt = deal_heads(full_LH, ranks)
-    return [plan_packing(full_LH, demand, *reference, heads_LN) for heads_LN in dealt]
+    return [plan_packing(full_LH, demand, *reference, heads_LN, least) for heads_LN in dealt]
 
 
 def plan_packing(
@@ -287,6 +323,7 @@ def plan_packing(
     reference_tokens: int,
     reference_prompt: int = 0,
     heads_LN: Tensor | None = None,
+    least: int = 0,
 ) -> PackingPlan:
     """Put the heads into bins: the least bytes, with ``TABLE_COST`` for every block table.
 
@@ -294,6 +331,7 @@ def plan_packing(
         full_LH: True for full heads.
         reference_tokens, reference_prompt: the request for which waste is judged.
         heads_LN: the heads of one rank; None: all.
+        least: as of :class:`PackingPlan`.
     """
     mine_LH = torch.ones_like(full_LH)
     if heads_LN is not None:
@@ -301,17 +339,17 @@ def plan_packing(
     full = (full_LH & mine_LH).nonzero().tolist()
     compressible = (~full_LH & mine_LH).nonzero().tolist()
     best = None
-    least = float("inf")
+    lowest = float("inf")
     for some, others in product(_ways(len(full)), _ways(len(compressible))):
         # one kind has blocks of the engine's size
         if some[0] + others[0] > MOST_BINS or 1 not in (some[1], others[1]):
             continue
         bins = *_bins(full, True, demand, *some), *_bins(compressible, False, demand, *others)
-        plan = PackingPlan(bins, demand)
+        plan = PackingPlan(bins, demand, least)
         cost = plan.waste(reference_tokens, reference_prompt) + TABLE_COST * len(bins)
-        if cost < least:
+        if cost < lowest:
             best = plan
-            least = cost
+            lowest = cost
     assert best is not None, "a bin for each kind is always possible"
     return best
 

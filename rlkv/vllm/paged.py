@@ -17,7 +17,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlkv.attention.branches import grouped_attention
@@ -323,7 +322,7 @@ def _reads(
 
 
 def paged_local_attention(
-    query_TXD: Tensor, cache: Tensor, reads: list[Reads], scale: float, out: Tensor
+    query_TXD: Tensor, cache: Tensor, reads: list[Reads], softmax: Softmax, out: Tensor
 ) -> None:
     """Fill ``out`` from queries, both ``[T, H * G, D]``, query heads of a group side by side.
 
@@ -341,9 +340,7 @@ def paged_local_attention(
         if mask is not None:  # [R, 1, G * Q, K]
             mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
         key, value = states.chunk(2, -1)
-        mixed = F.scaled_dot_product_attention(
-            query.flatten(2, 3), key, value, attn_mask=mask, scale=scale
-        )
+        mixed = softmax.attend(query.flatten(2, 3), key, value, mask)
         mixed = mixed.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
         out[part.tokens] = mixed.reshape(rows * queries, -1, out.shape[2]).to(out.dtype)
 
@@ -353,7 +350,7 @@ def attend_prompts(
     key_THD: Tensor,
     value_THD: Tensor,
     prompts: list[slice],
-    scale: float,
+    softmax: Softmax,
     out: Tensor,
 ) -> None:
     """Fill ``out`` for prompts, which see everything before them in their slice, and no cache.
@@ -364,7 +361,7 @@ def attend_prompts(
         query = query_TXD[places].transpose(0, 1)[None]
         key = key_THD[places].transpose(0, 1)[None]
         value = value_THD[places].transpose(0, 1)[None]
-        mixed = grouped_attention(query, key, value, None, True, Softmax(scale))
+        mixed = grouped_attention(query, key, value, None, causal=True, softmax=softmax)
         out[places] = mixed[0].transpose(0, 1).to(out.dtype)
 
 
@@ -384,7 +381,12 @@ def plan_mixed_reads(
 
 
 def paged_mixed_attention(
-    query_TXD: Tensor, cache: Tensor, reads: MixedReads, alpha_H: Tensor, scale: float, out: Tensor
+    query_TXD: Tensor,
+    cache: Tensor,
+    reads: MixedReads,
+    alpha_H: Tensor,
+    softmax: Softmax,
+    out: Tensor,
 ) -> None:
     """Fill ``out`` with ``alpha * full + (1 - alpha) * local`` per KV head, mixed in float32.
 
@@ -392,7 +394,7 @@ def paged_mixed_attention(
     """
     branches = torch.zeros(2, *query_TXD.shape)
     for own, branch in zip(reads, branches, strict=True):
-        paged_local_attention(query_TXD, cache, own, scale, branch)
+        paged_local_attention(query_TXD, cache, own, softmax, branch)
     out.copy_(mix_tokens(branches[0], branches[1], alpha_H))
 
 

@@ -7,8 +7,8 @@ block table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +18,26 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm.utils.torch_utils import _encode_layer_name as encode_layer_name
 from vllm.utils.torch_utils import _resolve_layer_name as resolve_layer_name
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from rlkv.vllm.backends import full_backend, local_backend
+from rlkv.models.layout import Layout
+from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
 from rlkv.vllm.evicting import Eviction, evicting_backend
-from rlkv.vllm.packing import Bin, BufferDemand, PackingPlan, Part, SinkWindowDemand, plan_heads
+from rlkv.vllm.packing import (
+    Bin,
+    BufferDemand,
+    OtherLayer,
+    PackingPlan,
+    Part,
+    SinkWindowDemand,
+    plan_heads,
+)
 from rlkv.vllm.paged import GapRules
 from rlkv.vllm.settings import ServingSettings, check_engine, resolve_settings
 from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
@@ -50,12 +62,14 @@ class BinAttention(Attention):
         own: Bin,
         kept: Eviction | GapRules | None,
         vllm_config: Any,
+        page: int | None = None,
     ) -> None:
         """Make the layer of bin ``number``.
 
         Args:
             stock: any of the attention layers that are replaced.
             kept: what compressible heads keep.
+            page: bytes of a block, where linear layers ask for equal ones; None: what it needs.
         """
         if own.full:
             backend = full_backend(stock)
@@ -75,6 +89,7 @@ class BinAttention(Attention):
         self.bin = own
         self.planned = vllm_config.cache_config.block_size
         self.kept = None if own.full else kept
+        self.page = page
 
     @property
     def kv_cache(self) -> Tensor:
@@ -94,15 +109,20 @@ class BinAttention(Attention):
             end = part.first + part.num_kv_heads
             part.kv_cache = cache[:, part.first : end] if is_bound else cache
 
-    def add_part(self, part: Part) -> PartAttention:
-        """Return the heads ``part`` of the bin, for the layer that has them."""
-        made = PartAttention(self, part)
+    def add_part(self, part: Part, sinks: Tensor | None) -> PartAttention:
+        """Return the heads ``part`` of the bin, for the layer that has them.
+
+        sinks: learned ones of the part's query heads; None: the model has none.
+        """
+        made = PartAttention(self, part, sinks)
         self.parts = (*self.parts, made)
         return made
 
     def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
         chosen = vllm_config.cache_config.block_size
-        if chosen != self.planned:  # a few backends ask for another size after loading
+        # a few backends ask for another size after loading; with linear layers the engine sizes a
+        # layer's block by their states, which bins need not
+        if chosen != self.planned and not vllm_config.model_config.is_hybrid:
             raise ValueError(
                 f"rlkv: the engine chose blocks of {chosen} tokens too late: pass --block-size "
                 f"{chosen}"
@@ -113,6 +133,7 @@ class BinAttention(Attention):
             "head_size": self.head_size,
             "head_size_v": self.head_size_v,
             "dtype": self.kv_cache_torch_dtype,
+            "page_size_padded": self.page,
             "bin": self.number,
         }
         if self.bin.full:
@@ -131,7 +152,7 @@ class BinAttention(Attention):
 class PartAttention:
     """The heads of one layer in one bin: what runs."""
 
-    def __init__(self, own: BinAttention, part: Part) -> None:
+    def __init__(self, own: BinAttention, part: Part, sinks: Tensor | None) -> None:
         self.bin_name = own.layer_name
         self.first = part.first
         self.num_kv_heads = len(part.heads)
@@ -141,7 +162,10 @@ class PartAttention:
         scale = own.impl.scale
         dtype = own.kv_cache_dtype
         kind: Any = own.attn_backend.get_impl_cls()
-        self.impl = kind(self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype)
+        learned = {} if sinks is None else {"sinks": sinks}  # few kinds know the argument
+        self.impl = kind(
+            self.num_heads, own.head_size, scale, self.num_kv_heads, None, None, dtype, **learned
+        )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Do what the engine's attention operators do, with states ``[tokens, heads, size]``."""
@@ -247,14 +271,16 @@ class HeadOrder:
     """How the heads of a model were dealt out.
 
     Attributes:
-        heads: the KV heads of each layer, in the order of ranks, and of parts in a rank.
+        heads: the KV heads of each layer with gates, in the order of ranks, and of parts in a rank.
         group_size: query heads for each KV head.
         head_size: of a query head, and of a KV head.
+        gates_outputs: whether queries are projected together with gates of attention's outputs.
     """
 
-    heads: Sequence[Sequence[int]]
+    heads: Mapping[int, list[int]]
     group_size: int
     head_size: int
+    gates_outputs: bool = False
 
     def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
@@ -264,8 +290,12 @@ class HeadOrder:
         """
         for name, tensor in weights:
             found = _ATTENTION.search(name)
-            if found is None or _NEITHER.match(found[2]):
+            own = found is not None and int(found[1]) in self.heads
+            if found is None or not own or _NEITHER.match(found[2]):
                 yield name, tensor
+                continue
+            if found[2] == "sinks":  # one for each query head
+                yield name, tensor.view(-1, self.group_size)[self.heads[int(found[1])]].flatten()
                 continue
             projection = _PROJECTION.match(found[2])
             if projection is None:
@@ -293,6 +323,8 @@ class HeadOrder:
             return tensor
         pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
         outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
+        if projection == "q" and self.gates_outputs:  # a gate of each output next to its query
+            outputs *= 2
         group, rest = divmod(outputs, tensor.shape[dim])
         # groups have powers of two: with another quotient the last group is cut off, and some
         # reach over heads
@@ -336,36 +368,98 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
-    layers = model.model.layers
-    check_layers([layer.self_attn.attn for layer in layers])
-    stock = layers[0].self_attn.attn
+    gated = Layout.from_config(vllm_config.model_config.hf_config).gated
+    layers = []
+    for number in gated:
+        layer = model.model.layers[number]
+        layers.append(layer.self_attn if hasattr(layer, "self_attn") else layer.attn)
+    check_layers([layer.attn for layer in layers])
+    stock = layers[0].attn
+    others = keep_others([layer.attn for layer in layers], vllm_config)
+    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
+    pages = [layer.get_kv_cache_spec(vllm_config).page_size_bytes for layer in others]
+    least = -(-max(pages, default=0) // entry_bytes)
     longest = vllm_config.model_config.max_model_len
     group_size = stock.num_heads // stock.num_kv_heads
     ranks = get_tensor_model_parallel_world_size()
     rank = get_tensor_model_parallel_rank()
-    plans = plan_heads(settings, vllm_config.cache_config.block_size, group_size, longest, ranks)
+    block_size = vllm_config.cache_config.block_size
+    plans = plan_heads(settings, block_size, group_size, longest, ranks, least)
     plan = plans[rank]
     kept = _what_is_kept(settings, plan, longest)
+    states = [layer for layer in others if isinstance(layer, MambaBase)]
+    page = plan.block_entries * entry_bytes
+    for layer in states:
+        pad_states(layer, page)
     bins = []
     for number, own in enumerate(plan.bins):
-        bins.append(BinAttention(stock, number, own, kept, vllm_config))
+        bins.append(BinAttention(stock, number, own, kept, vllm_config, page if states else None))
     model.rlkv_bins = nn.ModuleList(bins)
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
+    model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
     for number, layer in enumerate(layers):
-        stock = layer.self_attn.attn
+        stock = layer.attn
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-        parts = [bins[part.bin].add_part(part) for part in plan.of_layer(number)]
-        layer.self_attn.attn = SplitAttention(stock, parts, vllm_config)
-    entry_bytes = 2 * stock.head_size * stock.kv_cache_torch_dtype.itemsize
+        own_parts = plan.of_layer(number)
+        sizes = [len(part.heads) * group_size for part in own_parts]
+        learned = getattr(stock.impl, "sinks", None)  # reordered when they are loaded
+        sinks = [None] * len(sizes) if learned is None else learned.detach().split(sizes)
+        parts = []
+        for part, own_sinks in zip(own_parts, sinks, strict=True):
+            parts.append(bins[part.bin].add_part(part, own_sinks))
+        layer.attn = SplitAttention(stock, parts, vllm_config)
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
     bins[0].on_pool = lambda blocks: logger.info(
         "rlkv: %s%s", where, plan.capacity(blocks, *amounts)
     )
-    order = []
-    for number in range(len(layers)):
-        order.append([head for own in plans for head in own.head_order(number)])
-    return HeadOrder(order, group_size, stock.head_size)
+    order = {}
+    for number, layer in enumerate(gated):
+        order[layer] = [head for own in plans for head in own.head_order(number)]
+    gates_outputs = getattr(layers[0], "attn_output_gate", False)
+    return HeadOrder(order, group_size, stock.head_size, gates_outputs)
+
+
+def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> list[AttentionLayerBase]:
+    """Let the layers without gates, which are returned, share the pool of the bins.
+
+    Raises:
+        ValueError: for a layer with full attention that has no gates.
+    """
+    others = []
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if layer in replaced or not isinstance(layer, AttentionLayerBase):
+            continue
+        if isinstance(layer, Attention):
+            if layer.sliding_window is None:
+                raise ValueError(
+                    f"rlkv: head reallocation does not work with this model: {name} has full "
+                    "attention in the engine, but no gates by the model's config"
+                )
+            layer.attn_backend = pooled_backend(layer)
+        others.append(layer)
+    return others
+
+
+def describe_other(spec: Any) -> OtherLayer:
+    """Read what a layer without gates holds off its kind of blocks."""
+    if isinstance(spec, MambaSpec):
+        return OtherLayer(spec.page_size_bytes)
+    return OtherLayer(spec.page_size_bytes, spec.block_size, spec.sliding_window)
+
+
+def pad_states(layer: Any, page: int) -> None:
+    """Give a linear layer blocks of ``page`` bytes.
+
+    The engine groups linear layers as such only where the blocks of all layers are equal.
+    """
+    stock = layer.get_kv_cache_spec
+
+    def padded(vllm_config: Any) -> MambaSpec:
+        return replace(stock(vllm_config), page_size_padded=page)
+
+    layer.get_kv_cache_spec = padded
 
 
 def check_layers(layers: Sequence[Any]) -> None:
@@ -378,7 +472,6 @@ def check_layers(layers: Sequence[Any]) -> None:
             "attention in both directions": layer.attn_type != AttentionType.DECODER,
             "soft-capped logits": bool(getattr(layer.impl, "logits_soft_cap", None)),
             "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
-            "learned sinks": getattr(layer.impl, "sinks", None) is not None,
             "another number or size of heads than the first layer": any(
                 getattr(layer, name) != getattr(first, name)
                 for name in ("num_heads", "num_kv_heads", "head_size")

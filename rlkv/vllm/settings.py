@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from rlkv.gates.allocation import HeadAllocation, num_full_heads
+from rlkv.models.layout import Layout
 from rlkv.utils.numbers import check_number, check_whole
 
 if TYPE_CHECKING:
     from rlkv.cache.plan import CacheSettings
     from rlkv.eviction import EvictionPolicy
 
+LEARNED_SINKS = "GptOssForCausalLM"
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # with rollouts
 SERVED = (
     *ARCHITECTURES,
@@ -30,6 +32,14 @@ SERVED = (
     "GraniteForCausalLM",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
+    # hybrids, with sliding windows
+    "Exaone4ForCausalLM",
+    "Gemma3ForCausalLM",
+    LEARNED_SINKS,
+    # with linear layers
+    "GraniteMoeHybridForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
 )
 KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
@@ -57,7 +67,7 @@ class ServingSettings:
             ``sparsity``.
         sparsity: share of KV heads that are compressible, in [0, 1].
         full: instead of gates: one text for each layer with 1 for a full and 0 for a compressible
-            head.
+            head; empty for a layer without gates.
         sink, window: tokens that a compressible head keeps; default: what the gates file states
             for deployment.
         scope: ``global`` or ``layer``, as in :meth:`rlkv.HeadAllocation.from_gates`.
@@ -146,7 +156,8 @@ class ServingSettings:
     @classmethod
     def of(cls, allocation: HeadAllocation, cache: CacheSettings) -> ServingSettings:
         """Resolve an allocation and what its compressible heads keep."""
-        full = tuple("".join("01"[kept] for kept in row) for row in allocation.full.tolist())
+        rows = zip(allocation.full.tolist(), allocation.gated.sum(1).tolist(), strict=True)
+        full = tuple("".join("01"[kept] for kept in row[:heads]) for row, heads in rows)
         if cache.eviction is not None:
             return cls(full=full, prefill=cache.prefill, eviction=cache.eviction.describe())
         return cls(
@@ -209,7 +220,15 @@ class ServingSettings:
     def allocation(self) -> HeadAllocation:
         """The allocation of resolved settings."""
         assert self.full is not None, "asked of resolved settings only"
-        return HeadAllocation(torch.tensor([[kept == "1" for kept in row] for row in self.full]))
+        heads = [len(row) for row in self.full]
+        rows = [[kept == "1" for kept in row.ljust(max(heads), "1")] for row in self.full]
+        return HeadAllocation(torch.tensor(rows), heads)
+
+    @property
+    def full_LH(self) -> Tensor:
+        """The full heads of resolved settings, of the layers with gates alone."""
+        allocation = self.allocation
+        return allocation.full[allocation.gated.any(1)]
 
     def policy(self) -> EvictionPolicy | None:
         """Make the policy of compressible heads; None: they keep sinks and a window."""
@@ -405,9 +424,10 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
             "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
             "saves memory"
         )
-    layers = getattr(engine.model_config.hf_text_config, "layer_types", None) or ()
-    if engine.cache_config.sliding_window is not None or "sliding_attention" in layers:
-        yield "sliding-window layers: their heads have no full cache to reallocate"
+    if engine.cache_config.sliding_window is not None:
+        yield "sliding windows in all layers: their heads have no full cache to reallocate"
+    if engine.model_config.is_hybrid and engine.cache_config.enable_prefix_caching:
+        yield "prefix caching of linear layers: pass --no-enable-prefix-caching"
     if engine.cache_config.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill: leave it out"
 
@@ -438,14 +458,21 @@ def prepare_engine(vllm_config: Any) -> float | None:
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    found = list(settings.allocation.full.shape)
-    shape = [model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()]
-    if found != shape:
+    if settings.eviction and model.architecture == LEARNED_SINKS:
         raise ValueError(
-            f"rlkv: the allocation is for {found} layers and KV heads, but the model has {shape}"
+            "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
+            "know: leave eviction out"
+        )
+    assert settings.full is not None
+    found = [len(row) for row in settings.full]
+    heads = list(Layout.from_config(model.hf_config).heads)
+    if found != heads:
+        raise ValueError(
+            f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
+            f"{heads} with full attention"
         )
     # refuses an uneven allocation before any process starts
-    deal_heads(settings.allocation.full, ranks)
+    deal_heads(settings.full_LH, ranks)
     if isinstance(vllm_config.additional_config, dict):
         resolved = {KEY: settings.to_request()}
         vllm_config.additional_config = vllm_config.additional_config | resolved
@@ -467,11 +494,12 @@ def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) 
     """Say in a sentence what equal shares of ``ranks`` ranks cost; None: nothing."""
     own = settings.allocation
     asked = request.get("sparsity")
-    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, own.full.numel()):
+    heads = int(own.gated.sum())
+    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, heads):
         return None
     return (
-        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {own.full.numel()} KV "
-        f"heads are full, a multiple of the {ranks} ranks"
+        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {heads} KV heads are "
+        f"full, a multiple of the {ranks} ranks"
     )
 
 

@@ -19,6 +19,7 @@ import rlkv
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import Layout, gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.vllm.plugin import check_installed
 from tests.helpers.models import make_tiny_model
@@ -51,17 +52,26 @@ class Served:
 def make_served(
     folder: Path, family: str, alpha: torch.Tensor | None = None, **overrides: Any
 ) -> Served:
-    """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates."""
+    """A random model of 4 layers, 8 query heads over 4 KV heads of 32, and random gates.
+
+    Of a hybrid, where the layers with full attention have gates.
+    """
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": HEAD_SIZE}
     sizes["max_position_embeddings"] = 2048
     model = make_tiny_model(family, **{**sizes, **overrides})
     path = folder / family
     path.mkdir(parents=True)
     model.save_pretrained(path)
+    heads = Layout.from_config(model.config).heads
     if alpha is None:
         alpha = torch.rand(LAYERS, KV_HEADS, generator=torch.Generator().manual_seed(3))
+        alpha[~gated_places(heads, LAYERS, KV_HEADS)] = 1
     gates = HeadGates(
-        alpha, model=ModelShape.from_config(model.config), deploy_sink=SINK, deploy_window=WINDOW
+        alpha,
+        model=ModelShape.from_config(model.config),
+        deploy_sink=SINK,
+        deploy_window=WINDOW,
+        heads=heads,
     )
     gates_path = folder / f"{family}.safetensors"
     gates.save(gates_path)
@@ -110,6 +120,11 @@ SMALL = {
 NEITHER = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
 ODD = {"num_attention_heads": 12, "hidden_size": 384}
 LORA_MODULES = {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}
+FULL = "full_attention"
+SLIDING = {"layer_types": ["sliding_attention", FULL] * 2, "sliding_window": 48}
+LINEAR = {"layer_types": ["linear_attention", FULL] * 2}
+# linear layers have no cached prefixes
+CHUNKS = {"max_num_batched_tokens": 100, "async_scheduling": False}
 ENGINES = {
     "sinks": EngineKey(sparsity=0.6, options={**SMALL, "num_gpu_blocks_override": 56}),
     "rkv": EngineKey(settings={"eviction": RKV}, options={**SMALL, "num_gpu_blocks_override": 46}),
@@ -131,10 +146,20 @@ ENGINES = {
         model={**ODD, "alpha": NEITHER},
     ),
     "compiled": EngineKey(sparsity=0.6, options={"enforce_eager": False}),
+    "gemma3": EngineKey("gemma3", options=SMALL, model=SLIDING),
+    "gpt_oss": EngineKey("gpt_oss", 0.625, options=SMALL, model=SLIDING),
+    "granite 4": EngineKey("granitemoehybrid", 0.375, options=CHUNKS, model=LINEAR),
     "lora": EngineKey(options={"enable_lora": True, "max_lora_rank": 8, **LORA_MODULES}),
     "stock": EngineKey(sparsity=None),
     # of `make test-vllm-slow`
     "full cache": EngineKey(sparsity=0.0),
+    "full gemma3": EngineKey("gemma3", 0.0, model=SLIDING),
+    "full gpt_oss": EngineKey("gpt_oss", 0.0, model=SLIDING),
+    "full granite 4": EngineKey("granitemoehybrid", 0.0, model=LINEAR),
+    "gpt_oss in full": EngineKey("gpt_oss", 0.625, {"prefill": "full"}, model=SLIDING),
+    "exaone4": EngineKey("exaone4", 0.75, {"eviction": RKV}, model=SLIDING),
+    "qwen3_next": EngineKey("qwen3_next", options=CHUNKS, model=LINEAR),
+    "full qwen3_next": EngineKey("qwen3_next", 0.0, model=LINEAR),
     "layers": EngineKey(model={"alpha": NEITHER}),
     "glm4": EngineKey("glm4", 0.5),
     "granite": EngineKey("granite", 0.25),
@@ -202,6 +227,10 @@ def open_engine(served: Served, additional_config: dict[str, Any] | None, **opti
     """Start ``vllm.LLM`` in this process."""
     from vllm import LLM
 
+    if served.model.config.model_type == "qwen3_next":
+        from tests.helpers.gated_delta import compute_in_float32
+
+        compute_in_float32()
     settings = {**DEFAULTS, **options}
     return LLM(str(served.path), additional_config=additional_config or {}, **settings)
 

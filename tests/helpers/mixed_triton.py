@@ -15,6 +15,7 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import MixedTritonBuilder, MixedTritonImpl
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm.paged import paged_mixed_attention, plan_mixed_reads
 from tests.helpers.scattered import Scattered
 
@@ -42,7 +43,7 @@ def error_of(
     layer.impl.forward(layer, padded, None, None, cache, builder.build(0, common), found)
     expected = torch.empty_like(query)
     reads = plan_mixed_reads(own.table, own.starts, own.lengths, demand)
-    paged_mixed_attention(query, cache, reads, alpha, SCALE, expected)
+    paged_mixed_attention(query, cache, reads, alpha, Softmax(SCALE), expected)
     assert (found[tokens:] == 7).all(), "padding was written to"
     return (found[:tokens] - expected).abs().max().item()
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -16,6 +20,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -28,26 +34,43 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from rlkv.models.loading import load_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # what every equality is tested with
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM),
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 1.0},
     "gpt_oss": {"num_local_experts": 4, "experts_implementation": "eager"},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "granitemoehybrid": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+        **{"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    },
+    "qwen3_next": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 32,
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
     # the default, 1, makes logits so large that rounding shows
     "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
 }

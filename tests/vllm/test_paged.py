@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlkv.attention import LocalSizes
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm import paged
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import (
@@ -32,6 +33,7 @@ from tests.helpers.scattered import Scattered
 
 KV_HEADS, GROUPS, SIZE = 3, 2, 8
 SCALE = SIZE**-0.5
+SOFTMAX = Softmax(SCALE)
 TOLERANCE = 2e-6  # float32 sums of at most 100 terms of size ~1
 
 # (queries, tokens) of each request
@@ -79,7 +81,7 @@ def test_every_request_equals_the_reference(sizes: tuple[int, int, int]) -> None
     for table, lengths in ((step.table, step.lengths), compacted):
         outs.append(torch.full_like(step.step[0], float("nan")))
         reads = plan_reads(table, step.starts.tolist(), lengths.tolist(), demand)
-        paged_local_attention(step.step[0], step.cache, reads, SCALE, outs[-1])
+        paged_local_attention(step.step[0], step.cache, reads, SOFTMAX, outs[-1])
     assert torch.equal(*outs)
     check(step, outs[0], demand, torch.zeros(KV_HEADS))
 
@@ -95,7 +97,7 @@ def test_every_mixed_request_equals_the_reference(
     alpha = torch.tensor([0.0, 0.3, 1.0])
     out = torch.full_like(step.step[0], float("nan"))
     reads = plan_mixed_reads(step.table, step.starts, step.lengths, demand)
-    paged_mixed_attention(step.step[0], step.cache, reads, alpha, SCALE, out)
+    paged_mixed_attention(step.step[0], step.cache, reads, alpha, SOFTMAX, out)
     check(step, out, demand, alpha)
 
 
@@ -107,7 +109,7 @@ def test_mixing_is_float32_on_a_bfloat16_cache() -> None:
     outs = [torch.empty_like(query) for _ in range(2)]
     for alpha, out in zip((0.999, 1.0), outs, strict=True):
         gates = torch.full((KV_HEADS,), alpha)
-        paged_mixed_attention(query.bfloat16(), step.cache.bfloat16(), reads, gates, SCALE, out)
+        paged_mixed_attention(query.bfloat16(), step.cache.bfloat16(), reads, gates, SOFTMAX, out)
     difference = (outs[0] - outs[1]).abs().max()
     assert 0 < difference < 0.01  # bfloat16(0.999) is 1: nothing would differ
     step.states = [[state.bfloat16().float() for state in own] for own in step.states]
@@ -145,7 +147,7 @@ def test_a_long_prompt_reads_the_states_of_its_step() -> None:
         for heads in (KV_HEADS * GROUPS, KV_HEADS, KV_HEADS)
     ]
     out = torch.full_like(states[0], 7.0)
-    attend_prompts(*states, whole_prompts(starts, prompts), SCALE, out)
+    attend_prompts(*states, whole_prompts(starts, prompts), SOFTMAX, out)
     for places in whole_prompts(starts, prompts):
         own = [state[places].transpose(0, 1)[None] for state in states]
         causal = torch.ones(own[0].shape[2], own[0].shape[2], dtype=torch.bool).tril()[None]

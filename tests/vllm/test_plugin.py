@@ -97,7 +97,9 @@ def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.Monk
 def test_a_model_is_not_built_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is another version an error where rlkv is not asked for."""
     pytest.importorskip("vllm")
-    from rlkv.vllm.models import LlamaForCausalLM, StockLlama
+    from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
+
+    from rlkv.vllm.models import LlamaForCausalLM
 
     monkeypatch.setattr(StockLlama, "__init__", lambda self, **options: None)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.99.0")

@@ -27,7 +27,8 @@ def test_weights_are_reordered() -> None:
     """Heads of 2 numbers, groups of 2 query heads: rows and columns are named after their heads."""
     full = torch.tensor([[False, True, False], [True, True, True]])
     plan = plan_packing(full, SinkWindowDemand(32, 16, 64), 1000)
-    changed = HeadOrder([plan.head_order(layer) for layer in range(2)], group_size=2, head_size=2)
+    order = {layer: plan.head_order(layer) for layer in range(2)}
+    changed = HeadOrder(order, group_size=2, head_size=2)
     heads = torch.arange(3).repeat_interleave(2)
     rows = heads.repeat_interleave(2)
     own = "model.layers.0.self_attn."
@@ -63,7 +64,7 @@ def test_quantised_heads_move_as_plain_ones(form: str, projection: str) -> None:
     """Quantising and reordering commute, number for number."""
     outputs = SIZE // (2 if projection in "kv" else 1)
     weight = torch.randn(outputs, SIZE, generator=torch.Generator().manual_seed(1))
-    order = HeadOrder([ORDER], group_size=2, head_size=HEAD)
+    order = HeadOrder({0: ORDER}, group_size=2, head_size=HEAD)
     name = f"model.layers.0.self_attn.{projection}_proj."
     ((_, plain),) = order.reordered([(name + "weight", weight)])
     assert not torch.equal(plain, weight)
@@ -76,7 +77,7 @@ def test_quantised_heads_move_as_plain_ones(form: str, projection: str) -> None:
 
 def test_fused_projections_move_as_single_ones() -> None:
     query, key, value = (torch.randn(heads * HEAD, 5) for heads in (8, 4, 4))
-    order = HeadOrder([ORDER], group_size=2, head_size=HEAD)
+    order = HeadOrder({0: ORDER}, group_size=2, head_size=HEAD)
     name = "model.layers.0.self_attn."
     names = [f"{name}{projection}_proj.weight" for projection in "qkv"]
     single = order.reordered(zip(names, (query, key, value), strict=True))
@@ -100,7 +101,7 @@ def test_what_cannot_move_is_refused(
 ) -> None:
     tensor = torch.ones(shape) if shape is not None else torch.tensor([0, 1, 0, 1])
     with pytest.raises(ValueError, match=message):
-        list(HeadOrder([ORDER], 2, HEAD).reordered([(f"model.layers.0.{name}", tensor)]))
+        list(HeadOrder({0: ORDER}, 2, HEAD).reordered([(f"model.layers.0.{name}", tensor)]))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,6 @@ def test_what_cannot_move_is_refused(
         ("attn_type", "encoder_only", "attention in both directions"),
         ("num_kv_heads", 2, "another number or size of heads"),
         ("impl", SimpleNamespace(scale=1.0, logits_soft_cap=30.0), "soft-capped logits"),
-        ("impl", SimpleNamespace(scale=1.0, sinks=torch.ones(4)), "learned sinks"),
         ("impl", SimpleNamespace(scale=1.0, alibi_slopes=torch.ones(4)), "ALiBi"),
         ("impl", SimpleNamespace(scale=0.5), "another scale"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation, compression_order
@@ -147,9 +148,10 @@ def fake_engine(**changes: Any) -> Any:
         ),
         model_config=SimpleNamespace(
             architecture="LlamaForCausalLM",
-            hf_config=None,
+            hf_config=LlamaConfig(num_hidden_layers=1, num_attention_heads=4),
             hf_text_config=SimpleNamespace(model_type="llama", num_hidden_layers=1),
             quantization=None,
+            is_hybrid=False,
             get_total_num_kv_heads=lambda: 4,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -184,10 +186,10 @@ def fake_engine(**changes: Any) -> Any:
         ("lora_config", SimpleNamespace(target_modules=["up_proj", "o_proj"]), "LoRA"),
         ("kv_transfer_config", object(), "KV connectors"),
         ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache"),
-        ("cache_config__sliding_window", 512, "sliding-window layers"),
+        ("cache_config__sliding_window", 512, "sliding windows in all layers"),
+        ("model_config__is_hybrid", True, "prefix caching of linear layers"),
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
-        (f"{TEXT}__layer_types", ["full_attention", "sliding_attention"], "sliding-window layers"),
         (f"{TEXT}__dual_chunk_attention_config", {"chunk_size": 8}, "dual chunk attention"),
     ],
 )
@@ -266,7 +268,7 @@ IN_FULL = {"prefill": "full"}
         ({"disable_hybrid_kv_cache_manager": True}, {}, "disable-hybrid-kv-cache-manager"),
         ({}, {"sparsity": 2}, "sparsity"),
         ({}, {"gates": "nowhere.safetensors"}, "nowhere.safetensors"),
-        ({}, {"full": FULL[:3], **SINKS}, "for .3, 4. layers and KV heads"),
+        ({}, {"full": FULL[:3], **SINKS}, "for .4, 4, 4. KV heads, layer by layer"),
         ({"tensor_parallel_size": 8}, {}, "--tensor-parallel-size 8 and 4 KV heads a layer"),
         ({"tensor_parallel_size": 2}, {"full": FULL, **SINKS}, "7 full heads are not spread"),
         ({"max_num_batched_tokens": 300}, IN_FULL, "300 .*1,024.* --max-num-batched-tokens"),
