@@ -263,10 +263,11 @@ def is_decided(gates: HeadGates, full_LH: Tensor) -> bool:
 
     Of equal gates, the means over training decide.
     """
-    if bool(full_LH.all()) or not bool((full_LH & gates.gated).any()):
+    own_full = full_LH & gates.gated
+    if bool(full_LH.all()) or not bool(own_full.any()):
         return True
     full, others = (
         zip(gates.alpha[own].tolist(), gates.mean_alpha[own].tolist(), strict=True)
-        for own in (full_LH & gates.gated, ~full_LH)
+        for own in (own_full, ~full_LH)
     )
     return min(full) > max(others)

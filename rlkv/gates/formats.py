@@ -16,14 +16,16 @@ from __future__ import annotations
 import io
 import json
 import re
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlkv.models.builtin import PACKAGED_GATES
+from rlkv.models.layout import ranges
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import atomic_path, parse_json, read_json, write_bytes, write_json
 from rlkv.utils.numbers import check_whole
@@ -304,10 +306,16 @@ def _read_peft(folder: Path) -> dict[str, Any]:
     if header is not None:  # written by HeadGates.save, not by PEFT alone
         arguments = _from_header(header, weights) | sizes
         counts = arguments.get("heads")
-        layers = _numbers_of(counts) if counts is not None else None
-        alpha, heads = _stack_layers(tensors, weights, layers, counts and len(counts))
+        layers = None if counts is None else _gated_layers(tensors)
+        num_layers = len(counts) if isinstance(counts, list) else None
+        alpha, heads = _stack_layers(tensors, weights, layers, num_layers)
+        if counts is not None and heads != counts:
+            raise ValueError(
+                f"{weights}: found gates per layer {reprlib.repr(heads)}, expected "
+                f"{reprlib.repr(counts)} as its header says"
+            )
         return arguments | {"alpha": alpha, "heads": heads, "mean_alpha": header.get("rank")}
-    layers = _target_layers(config)
+    layers = _target_layers(config, tensors)
     alpha, heads = _stack_layers(tensors, weights, layers, layers and config.get("num_layers"))
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str | None):
@@ -324,20 +332,23 @@ def _gated_layer(name: str) -> int | None:
     return int(match[1]) if match is not None and GATE in name.split(".") else None
 
 
-def _numbers_of(counts: Any) -> list[int]:
-    """Return the layers that have gates, from their number in each layer."""
-    if not isinstance(counts, list) or len(counts) > _MOST_LAYERS:
-        return []
-    return [layer for layer, count in enumerate(counts) if count]
+def _gated_layers(tensors: dict[str, Tensor]) -> list[int] | None:
+    """Return the layers of the tensors that are gates; None if there are none."""
+    found = {_gated_layer(name) for name in tensors} - {None}
+    return sorted(cast(set[int], found)) or None
 
 
-def _target_layers(config: dict[str, Any]) -> list[int] | None:
-    """Return the layers whose modules an adapter's config names; None if it names no layer."""
+def _target_layers(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[int] | None:
+    """Return the layers whose modules an adapter's config names; None if it names none."""
     names = config.get("target_modules")
     if not isinstance(names, list):
         return None
     matches = [_NUMBER.search(name) for name in names if isinstance(name, str)]
-    return sorted({int(match[1]) for match in matches if match is not None}) or None
+    layers = {int(match[1]) for match in matches if match is not None}
+    if layers or config.get("num_layers") is None:
+        return sorted(layers) or None
+    # peft writes 20 names and more as their common end, where no other module has it
+    return _gated_layers(tensors)
 
 
 def _stack_layers(
@@ -373,7 +384,7 @@ def _stack_layers(
     elif not is_whole or list(sizes) != layers:
         raise ValueError(
             f"{path}: found gates per layer {sizes} in {len(tensors)} tensors, expected one tensor "
-            f"for each of the layers {', '.join(map(str, layers))}"
+            f"for each of the layers {ranges(layers)}"
         )
     if num_layers is None:
         num_layers = max(sizes) + 1

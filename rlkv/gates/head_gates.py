@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkv.gates.formats import read_gates, write_gates
-from rlkv.models.layout import Layout, gated_places, ranges
+from rlkv.models.layout import Layout, describe_heads, gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
 
@@ -141,10 +141,11 @@ class HeadGates:
             return
         is_list = isinstance(heads, list | tuple) and len(heads) == self.num_layers
         most = self.num_kv_heads
-        if not is_list or not all(type(n) is int and 0 <= n <= most for n in heads):
+        are_counts = is_list and all(type(n) is int and 0 <= n <= most for n in heads)
+        if not are_counts or max(heads) == 0:
             raise ValueError(
                 f"{self.source}: heads is {reprlib.repr(heads)}, expected the number of gates, "
-                f"from 0 to {most}, of each of {self.num_layers} layers"
+                f"from 0 to {most}, of each of {self.num_layers} layers, and a gate in one of them"
             )
         self.heads = tuple(heads) if min(heads) < most else None
         others = ~self.gated
@@ -242,9 +243,9 @@ class HeadGates:
         expected = Layout.from_config(config).heads
         if own != expected:
             raise ValueError(
-                f"{self.source}: these gates are for layers {_layers(own)}, but the model "
-                f"{found.model_id} ({found.model_type}) has full attention in {_layers(expected)}: "
-                "use the gates that were trained for this model"
+                f"{self.source}: these gates are for layers {describe_heads(own)}, but the model "
+                f"{found.model_id} ({found.model_type}) has full attention in "
+                f"{describe_heads(expected)}: use the gates that were trained for this model"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -259,15 +260,6 @@ class HeadGates:
             f"<HeadGates {self.name}: {self.num_layers} layers x {self.num_kv_heads} KV heads, "
             f"mean {mean:.3f}, trained with sink {self.sink} + window {self.window}>"
         )
-
-
-def _layers(heads: Sequence[int]) -> str:
-    """Name the layers with gates, and how many of them: ``1, 3 (2 KV heads)``."""
-    numbers = [layer for layer, count in enumerate(heads) if count]
-    counts = sorted(set(heads) - {0})
-    if not numbers:
-        return "none of its layers"
-    return f"{ranges(numbers)} ({' or '.join(map(str, counts))} KV heads)"
 
 
 def _shape(shape: ModelShape) -> str:

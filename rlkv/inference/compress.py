@@ -37,6 +37,7 @@ from rlkv.models.layout import (
     SLIDING,
     SLIDING_AND_LINEAR,
     Layout,
+    describe_heads,
     gated_places,
     own_layers,
     ranges,
@@ -118,11 +119,20 @@ def fit_allocation(allocation: HeadAllocation, layout: Layout) -> HeadAllocation
     """Return the allocation of the layers with gates; all others stay as they are.
 
     A warning tells of heads that it makes compressible elsewhere.
+
+    Raises:
+        ValueError: for an allocation from gates of other layers.
     """
+    if allocation.heads not in (None, layout.heads):
+        raise ValueError(
+            f"the allocation is for layers {describe_heads(allocation.heads)}, but "
+            f"{layout.model_type} has full attention in {describe_heads(layout.heads)}: use the "
+            "gates that were trained for this model"
+        )
     full = allocation.full.clone()
     others = ~gated_places(layout.heads, *full.shape)
     ignored = (~full & others).any(dim=1).nonzero().flatten().tolist()
-    if ignored and allocation.heads is None:
+    if ignored:
         warnings.warn(
             f"layers {ranges(ignored)} have no full attention of their own and are not changed: the "
             "allocation serves the other layers",

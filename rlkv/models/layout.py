@@ -168,6 +168,12 @@ def _kinds(text: Any) -> list[str]:
         classes = [type(layer).__name__ for layer in own_layers(text)]
         named = [_CACHED.get(name, name) for name in classes]
         named += ["full_attention"] * (text.num_hidden_layers - len(named))
+    if len(named) < text.num_hidden_layers:
+        raise ValueError(
+            f"the config of {text.model_type} has {text.num_hidden_layers} layers but names the "
+            f"kinds of {len(named)} (layer_types): it must name one for every layer"
+        )
+    named = named[: text.num_hidden_layers]  # a model that was cut to its first layers names more
     kinds = [_NAMED.get(name, name) for name in named]
     if getattr(text, "kv_lora_rank", None) is not None:
         kinds = [LATENT if kind == FULL else kind for kind in kinds]
@@ -187,9 +193,10 @@ def _sharing(text: Any, named: list[str]) -> tuple[list[int], list[int]]:
     """Return the layers that read the keys and values of earlier ones, and those earlier ones."""
     modes = getattr(text, "kv_sharing_modes", None)
     if modes is not None:
-        owners = [number for number, mode in enumerate(modes) if mode == "store"]
         readers = [number for number, mode in enumerate(modes) if mode not in (None, "store")]
-        return readers, owners
+        read = {named[number] for number in readers}  # others are stored for a draft model
+        stored = [number for number, mode in enumerate(modes) if mode == "store"]
+        return readers, [number for number in stored if named[number] in read]
     first = len(named) - (getattr(text, "num_kv_shared_layers", None) or 0)
     owners = []
     for kind in set(named[first:]):
@@ -209,6 +216,15 @@ def gated_places(heads: Sequence[int] | None, num_layers: int, num_kv_heads: int
     if heads is None:
         return torch.ones(num_layers, num_kv_heads, dtype=torch.bool)
     return torch.arange(num_kv_heads) < torch.tensor(heads)[:, None]
+
+
+def describe_heads(heads: Sequence[int]) -> str:
+    """Name the layers with gates, and how many of them: ``1, 3 (2 KV heads)``."""
+    numbers = [layer for layer, count in enumerate(heads) if count]
+    counts = sorted(set(heads) - {0})
+    if not numbers:
+        return "none of its layers"
+    return f"{ranges(numbers)} ({' or '.join(map(str, counts))} KV heads)"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ from transformers import (
 from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gates_matrix
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
+from tests.helpers.families import make_config
 from tests.helpers.models import make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -52,6 +53,22 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # --- what is trained, saved and loaded
+
+
+def test_gates_of_many_layers_are_loaded_where_peft_shortens_their_names(tmp_path: Path) -> None:
+    """Linear layers have no ``self_attn``, so from 20 on peft writes that name alone."""
+    config = make_config("lfm2")
+    config.num_hidden_layers = 40
+    config.layer_types = ["conv", "full_attention"] * 20
+    base = AutoModelForCausalLM.from_config(config).eval()
+    model = gated(base=copy.deepcopy(base))
+    randomize(model)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert named == ["self_attn"]
+    gates = HeadGates.load(tmp_path)
+    gates.check_model(config)
+    assert torch.equal(gates.alpha, gates_matrix(model))
 
 
 def test_saving_keeps_the_gates_and_their_sizes_only(family: str, tmp_path: Path) -> None:

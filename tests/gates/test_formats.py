@@ -106,9 +106,26 @@ def test_numbers_of_gates_that_do_not_fit_are_refused(tmp_path: Path, heads: Any
     make_hybrid().save(tmp_path / "gates.pt")
     content = torch.load(tmp_path / "gates.pt", weights_only=True)
     torch.save(content | {"heads": heads}, tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match=r"odd\.pt.*heads") as raised:
-        HeadGates.load(tmp_path / "odd.pt")
-    assert "\n" not in str(raised.value)
+    make_hybrid().save(tmp_path / "odd")
+    weights = tmp_path / "odd" / formats.ADAPTER_WEIGHTS
+    tensors, header = formats._read_safetensors(weights)
+    formats._write_safetensors(weights, tensors, header | {"heads": heads})
+    for name, message in (("odd.pt", "heads"), ("odd", "header says|number of layers is 2")):
+        with pytest.raises(ValueError, match=rf"{name}.*({message})") as raised:
+            HeadGates.load(tmp_path / name)
+        assert "\n" not in str(raised.value)
+
+
+def test_gates_in_no_layer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a gate in one of them"):
+        HeadGates(torch.ones(2, 3), heads=(0, 0))
+    make_hybrid().save(tmp_path / "adapter")
+    weights = tmp_path / "adapter" / formats.ADAPTER_WEIGHTS
+    _, header = formats._read_safetensors(weights)
+    formats._write_safetensors(weights, {}, header | {"heads": [0] * 4})
+    with pytest.raises(ValueError, match="in 0 tensors") as raised:
+        HeadGates.load(tmp_path / "adapter")
+    assert str(raised.value).startswith(str(weights))
 
 
 @pytest.mark.parametrize(("value", "message"), [(float("nan"), "NaN"), (0.3, "there is no gate")])

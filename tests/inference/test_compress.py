@@ -339,6 +339,12 @@ def test_sliding_layers_are_left_alone() -> None:
         expected = model(ids, past_key_values=session.new_cache()).logits
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    elsewhere = HeadAllocation(torch.ones(4, 4) > 0, (4, 0, 4, 0))
+    with (
+        pytest.raises(ValueError, match=r"for layers 0, 2 \(4 KV heads\), but .* in 1, 3 \("),
+        rlkv.compress(model, elsewhere),
+    ):
+        pass
     gates = HeadGates(torch.rand(4, 4))  # of a model with full attention everywhere
     with (
         pytest.raises(ValueError, match=r"for layers 0-3 \(4 KV heads\).* in 1, 3 \("),
@@ -433,9 +439,7 @@ def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> No
     for options in ({"window": 9}, {"protect_prompt": True}, {"eviction": RKV(budget=12)}):
         with (
             rlkv.compress(llama, MIXED, **options),
-            pytest.raises(
-                ValueError, match=r"comes from a compress.*allocation.*protect_prompt"
-            ),
+            pytest.raises(ValueError, match=r"comes from a compress.*allocation.*protect_prompt"),
         ):
             llama.generate(prompt(length=50), past_key_values=session.cache, **GREEDY)
     with rlkv.compress(llama, eviction=RKV(budget=12)) as session:

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from rlkv import HeadAllocation, HeadGates
+from rlkv.gates.allocation import is_decided
 from rlkv.models import layout
 from rlkv.models.layout import Layout, ranges
 from rlkv.models.shape import ModelShape
@@ -78,6 +79,16 @@ def test_modules_are_found_by_the_numbers_of_their_layers() -> None:
         found.modules(model)
 
 
+def test_a_model_that_is_cut_to_its_first_layers() -> None:
+    config = make_config("olmo3")
+    config.num_hidden_layers = 2
+    found = Layout.from_config(config)
+    assert found.describe() == "sliding-window attention in layers 0-1"
+    config.num_hidden_layers = 5
+    with pytest.raises(ValueError, match=r"has 5 layers but names the kinds of 4 \(layer_types\)"):
+        Layout.from_config(config)
+
+
 def test_ranges() -> None:
     assert ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
     assert ranges([]) == ""
@@ -115,6 +126,7 @@ def test_sparsity_counts_heads_that_can_be_compressed() -> None:
             assert (~chosen.full).nonzero().tolist() == [list(place) for place in expected]
         else:
             assert torch.equal(chosen.full, ~gates.gated)
+            assert is_decided(gates, chosen.full)
     by_layer = HeadAllocation.from_gates(gates, 0.5, scope="layer")
     assert (~by_layer.full).sum(1).tolist() == [0, 0, 1, 0, 0, 2]
     with pytest.raises(ValueError, match="layer 0, head 1, which has no gate"):
