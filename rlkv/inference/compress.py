@@ -134,8 +134,8 @@ def fit_allocation(allocation: HeadAllocation, layout: Layout) -> HeadAllocation
     ignored = (~full & others).any(dim=1).nonzero().flatten().tolist()
     if ignored:
         warnings.warn(
-            f"layers {ranges(ignored)} have no full attention of their own and are not changed: the "
-            "allocation serves the other layers",
+            f"layers {ranges(ignored)} have no full attention of their own and are not changed: "
+            "the allocation serves the other layers",
             stacklevel=4,
         )
     full[others] = True
