@@ -16,6 +16,7 @@ from rlkv import HeadAllocation
 from rlkv.attention.head_gate import HeadGateConfig
 from rlkv.eviction import RKV
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.graphed import graphed_step
 from tests.helpers.equalities import CHECKS, Case, unchanged
 from tests.helpers.families import FAMILIES, Family, make_family
 from tests.helpers.models import make_tiny_model
@@ -188,6 +189,20 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
         text = model.generate(more, past_key_values=cache, **turn)
         for branch in branches:
             assert torch.equal(model.generate(more, past_key_values=branch, **turn), text)
+
+
+def test_layers_with_linear_states_neither_join_rows_nor_are_recorded() -> None:
+    model = make_family("falcon_h1")
+    none_full = HeadAllocation(torch.zeros(_heads(model)) > 0)
+    with rlkv.compress(model, none_full) as session, torch.no_grad():
+        model(IDS)
+        assert session.cache is not None
+        assert not session.cache.can_join
+        for layer in session.cache.layers:
+            layer.by_kernel = True  # as it is on a GPU
+        ids = IDS[:, :1]
+        rows = torch.zeros(2, dtype=torch.int64)
+        assert graphed_step(model, session.cache, ids, rows, rows == 0) is None
 
 
 def test_a_model_is_tried_once() -> None:
