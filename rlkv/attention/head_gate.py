@@ -126,15 +126,6 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
             )
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Refuse an adapter's file whose gates are NaN or infinite."""
-        for name, tensor in state_dict.items():
-            if name.startswith(prefix) and not bool(tensor.isfinite().all()):
-                raise ValueError(
-                    f"{name} holds gates that are NaN or infinite: expected numbers in [0, 1]"
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadGateLayer:
         """Follow the model to its device and to wider dtypes, never to bf16, where 0.999 is 1."""
 
@@ -326,6 +317,29 @@ class HeadGateModel(BaseTuner):
             setattr(target, GATE, HeadGateLayer(self._heads[current_key], device))
             target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
         getattr(target, GATE).add(adapter_name, peft_config)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse an adapter's file whose gates are NaN, or of other modules, which peft skips."""
+        found = {name for name in state_dict if f".{PREFIX}" in name}
+        for name in found:
+            if not bool(state_dict[name].isfinite().all()):
+                raise ValueError(
+                    f"{name} holds gates that are NaN or infinite: expected numbers in [0, 1]"
+                )
+        adapters = {name.rpartition(".")[2] for name in found}
+        own = set()
+        for name, module in self.named_modules():
+            if isinstance(module, HeadGateLayer):
+                for adapter in adapters & set(module.alpha):
+                    own.add(f"{prefix}{name}.alpha.{adapter}")
+        if own != found:
+            raise ValueError(
+                "the adapter and the model differ in the modules with gates "
+                f"({min(own ^ found)} is in one of them only): use the adapter that peft saved for "
+                "this model, or put the gates on by their layers, with HeadGates.load(...) and "
+                "rlkv.attention.head_gate.set_gates(model, gates.alpha)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check_merge_allowed(self) -> NoReturn:
         _refuse_merge()

@@ -346,10 +346,8 @@ class HeadReallocationCache(Cache):
 
     @property
     def can_join(self) -> bool:
-        """Return whether rows of another cache can join: no layer is left as it is."""
-        return not self._stock and not any(
-            isinstance(layer, LinearReallocationLayer) for layer in self._layers.values()
-        )
+        """Return whether rows of another cache can join: no layer has states of other kinds."""
+        return all(type(layer) is ReallocationLayer for layer in self.layers)
 
     def join(self, other: HeadReallocationCache, columns: int) -> None:
         """Append the rows of ``other``, which has read its prompts.

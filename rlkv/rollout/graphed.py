@@ -233,6 +233,7 @@ def _kernel_layers(cache: Any) -> list[ReallocationLayer]:
     """Return the layers, if all decoded their last token by the kernel on one GPU; else none."""
     if not isinstance(cache, HeadReallocationCache):
         return []
-    layers = [layer for layer in cache.layers if isinstance(layer, ReallocationLayer)]
+    # a linear layer next to attention has states of its own, which no graph was tried with
+    layers = [layer for layer in cache.layers if type(layer) is ReallocationLayer]
     by_kernel = all(layer.by_kernel for layer in layers) and len(layers) == len(cache.layers)
     return layers if by_kernel and len({layer.device for layer in layers}) == 1 else []

@@ -20,10 +20,16 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rlkv.attention.head_gate import HeadGateConfig, gate_parameters, gates_matrix
+from rlkv.attention.head_gate import (
+    HeadGateConfig,
+    gate_counts,
+    gate_parameters,
+    gates_matrix,
+    set_gates,
+)
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from tests.helpers.families import make_config
+from tests.helpers.families import make_config, make_family
 from tests.helpers.models import make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -53,6 +59,24 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # --- what is trained, saved and loaded
+
+
+@pytest.mark.parametrize("family", ["gemma3", "nemotron_h"])
+def test_adapters_that_name_other_modules_are_refused_and_put_on_by_layers(
+    family: str, tmp_path: Path
+) -> None:
+    """Their attention is not at ``model.layers.N.self_attn``, which HeadGates.save writes."""
+    base = make_family(family)
+    model = gated(base=copy.deepcopy(base))
+    randomize(model)
+    gates = HeadGates(gates_matrix(model), heads=gate_counts(model))
+    gates.save(tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"differ in the modules.*set_gates") as raised:
+        PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
+    assert "\n" not in str(raised.value)
+    other = gated(base=base)
+    set_gates(other, HeadGates.load(tmp_path / "ours").alpha)
+    assert torch.equal(gates_matrix(other), gates.alpha)
 
 
 def test_gates_of_many_layers_are_loaded_where_peft_shortens_their_names(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rlkv import HeadAllocation
 from rlkv.attention.head_gate import HeadGateConfig
 from rlkv.eviction import RKV, RandomEviction
 from rlkv.models.shape import ModelShape
+from rlkv.rollout.graphed import graphed_step
 from tests.helpers.equalities import CHECKS, Case, unchanged
 from tests.helpers.families import FAMILIES, Family, make_family
 from tests.helpers.models import SOFTMAXES, make_tiny_model
@@ -220,6 +221,20 @@ def test_policies_that_score_attention_of_another_softmax(family: str) -> None:
     with rlkv.compress(model, eviction=RandomEviction(budget=64)):
         found = model.generate(IDS, **GREEDY)
     assert torch.equal(found, model.generate(IDS, **GREEDY))
+
+
+def test_layers_with_linear_states_neither_join_rows_nor_are_recorded() -> None:
+    model = make_family("falcon_h1")
+    none_full = HeadAllocation(torch.zeros(_heads(model)) > 0)
+    with rlkv.compress(model, none_full) as session, torch.no_grad():
+        model(IDS)
+        assert session.cache is not None
+        assert not session.cache.can_join
+        for layer in session.cache.layers:
+            layer.by_kernel = True  # as it is on a GPU
+        ids = IDS[:, :1]
+        rows = torch.zeros(2, dtype=torch.int64)
+        assert graphed_step(model, session.cache, ids, rows, rows == 0) is None
 
 
 def test_a_model_is_tried_once() -> None:
