@@ -50,6 +50,10 @@ class KVSizes:
 
         Where it has other layers than those with full attention it reads two tokens, as no config
         says what linear layers keep.
+
+        Raises:
+            ValueError: for layers of an unknown kind, a cache of another class, or heads of several
+                sizes in layers with gates.
         """
         layout = Layout.from_config(model.config)
         shape = ModelShape.from_config(model.config)
@@ -57,6 +61,12 @@ class KVSizes:
         plain = cls(shape.head_dim, group_size, model.dtype.itemsize)
         if {layer.kind for layer in layout.layers} == {FULL}:
             return plain
+        layout.check()
+        if not model._supports_default_dynamic_cache():
+            raise ValueError(
+                f"{layout.model_type} keeps its past in a cache class of its own: bytes of KV can "
+                "be computed for models that take transformers' DynamicCache only"
+            )
         cache: Any = full_cache(model.config)
         try_forward(model, past_key_values=cache, use_cache=True)
         dims = set()

@@ -92,6 +92,8 @@ class ReallocationLayer(CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         self.device = key_states.device
         self.dtype = key_states.dtype
+        # Llama 3.2 Vision asks every layer for the number of its keys, to find those of images
+        self.keys = self.values = key_states.new_empty(0)
         self.order = self.order.to(self.device)
         self.heads = self.order.split(self.counts)  # of each store
         self.restore = self.restore.to(self.device)

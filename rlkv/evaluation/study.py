@@ -126,7 +126,7 @@ class StudyConfig(TaskOptions):
     fixed_budgets: bool = True
     """budget analysis: each policy also with a fixed share of the full-cache text"""
     savings: tuple[float, ...] = (0.2, 0.4, 0.6)
-    """of the budget analysis, shares of the full cache's bytes"""
+    """of the budget analysis, shares of the full cache's bytes in the layers with gates"""
     head_share: float = 0.5
     """budget analysis: share of the mean budget that compressible heads keep under the first gates
     """

@@ -11,10 +11,12 @@ import torch
 from transformers import DynamicCache, MistralConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from rlkv.cache import IMPLEMENTATION, HeadReallocationCache, schedule
+from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache, schedule
+from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.reallocation import GrowingCache, GrowingLayer, full_cache
 from rlkv.cache.stores import grown_capacity
 from rlkv.eviction import H2O, RKV, RPC, EvictionPolicy
+from rlkv.models.layout import Layout
 from tests.helpers.cached_logits import (
     MIXED,
     TOLERANCE,
@@ -23,6 +25,8 @@ from tests.helpers.cached_logits import (
     real_tokens,
     starts_of,
 )
+from tests.helpers.equalities import tensors
+from tests.helpers.families import make_family
 from tests.helpers.mixed_reference import reference_logits
 from tests.helpers.models import make_tiny_model
 from tests.helpers.transposed import in_both_layouts
@@ -278,3 +282,18 @@ def test_models_that_forget_bring_their_own_cache() -> None:
     assert type(cache) is GrowingCache
     assert [type(layer) for layer in cache.layers] == [GrowingLayer] * 3
     assert type(full_cache(MistralConfig(num_hidden_layers=2, sliding_window=8))) is DynamicCache
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_shared", "deepseek_v3", "minicpm3"])
+def test_bytes_of_models_that_only_the_full_cache_serves(family: str) -> None:
+    """Layers that share keys and values, or keep a latent state, are in both caches."""
+    model = make_family(family)
+    size = KVSizes.of(model)
+    heads = Layout.from_config(model.config).heads
+    full = torch.ones(len(heads), max(1, *heads), dtype=torch.bool)
+    tokens = torch.tensor([23])
+    held, whole = kv_nbytes(CacheSettings(), full, size, tokens - 3, tokens)
+    with torch.no_grad():
+        cache = model(torch.arange(3, 26)[None], use_cache=True).past_key_values
+    found = sum(state.nbytes for state in tensors([vars(layer) for layer in cache.layers]))
+    assert int(held) == int(whole) == found - int(size.unchanged_nbytes(tokens)) < found

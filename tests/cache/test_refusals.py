@@ -9,8 +9,10 @@ import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache.accounting import KVSizes
 from rlkv.eviction import TOVA
 from tests.helpers.cached_logits import MIXED
+from tests.helpers.families import make_family
 from tests.helpers.models import make_tiny_model
 
 IDS = torch.arange(3, 13).view(2, 5)
@@ -101,6 +103,15 @@ def test_a_model_with_a_sliding_window() -> None:
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(ValueError, match="sliding"):
         model(IDS, past_key_values=HeadReallocationCache(MIXED))
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [("minimax", "a cache class of its own"), ("deepseek_v4", "which rlkv does not know")],
+)
+def test_models_whose_bytes_are_not_known(family: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        KVSizes.of(make_family(family))
 
 
 def test_what_an_eviction_policy_makes_impossible(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from rlkv.evaluation.measurements import (
     mean_scores,
     read_truth,
     reference_rankings,
+    split_heads,
 )
 from rlkv.evaluation.metrics import wilson_interval
 from rlkv.evaluation.report import ORACLE, RANDOM
@@ -154,6 +155,33 @@ def test_agreement_with_a_ground_truth() -> None:
     reverse = agreement(HeadGates(alpha=torch.tensor([[0.2, 0.6], [0.0, 0.9]])), truth)
     assert list(reverse.values()) == pytest.approx([-1.0, -1.0, 0.0])
     assert agreement(HeadGates(alpha=torch.ones(2, 2)), truth)["spearman_single_head"] is None
+
+
+def test_a_hybrid_is_measured_by_its_gates(tmp_path: Path) -> None:
+    """Three layers of two heads, the first without gates."""
+    model = replace(MODEL, num_layers=3, num_kv_heads=2)
+    order = ((2, 1), (1, 1), (1, 0), (2, 0))
+    lost = [[0, 0], [0.3, 0.1], [0.4, 0.0]]
+    steps = [{"layer": layer, "head": head} for layer, head in order]
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"elimination": steps, "accuracy_lost_by_single_head": lost}))
+    truth = read_truth(file, model, heads=(0, 2, 2))
+    with pytest.raises(ValueError, match="each head"):
+        read_truth(file, model)
+    alpha = torch.tensor([[1.0, 1.0], [0.6, 0.2], [0.9, 0.0]])
+    found = agreement(HeadGates(alpha, heads=(0, 2, 2)), truth)
+    assert list(found.values()) == pytest.approx([1.0, 1.0, 1.0])
+    for made in reference_rankings(model, truth, 2, heads=(0, 2, 2)):
+        assert made.num_heads == 4
+        for allocation in (*made.allocations(0.5), *made.without_top(2)):
+            assert (allocation.num_compressible, allocation.sparsity) == (2, 0.5)
+            assert allocation.full[0].all()
+    oracle, _ = reference_rankings(model, truth, 2, heads=(0, 2, 2))
+    assert split_heads(oracle.orders[0], 0.75, 0.5, oracle.shape).tolist() == [
+        [True, True],
+        [True, False],
+        [True, False],
+    ]
 
 
 # --- conditions

@@ -123,6 +123,17 @@ def test_random_draws_are_seeded_exact_and_nested() -> None:
         kept = full
 
 
+def test_random_draws_of_a_hybrid_are_among_its_gates() -> None:
+    heads = (0, 4, 0, 0, 2, 4)
+    gated = torch.arange(4) < torch.tensor(heads)[:, None]
+    draws = [HeadAllocation.random(6, 4, 0.5, seed, heads) for seed in range(20)]
+    assert len(set(draws)) > 15
+    assert all(draw.num_full == draw.num_compressible == 5 for draw in draws)
+    counts = torch.stack([draw.full for draw in draws]).sum(0)
+    assert (counts[~gated] == 20).all()
+    assert 0 < counts[gated].min() <= counts[gated].max() < 20
+
+
 def test_overlap() -> None:
     a, b, one, none = (
         HeadAllocation(torch.tensor([full]))

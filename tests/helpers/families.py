@@ -150,6 +150,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("lllf"),
     "qwen4_exp": _refused("lllx", _SPARSE, settings={"text_config": _QWEN4}),
     "qwen4_exp_text": _refused("lllx", _SPARSE, settings=_QWEN4),
+    # sliding windows and linear layers between full ones
+    "lara_mini": Family("lslf"),
+    "lfm3": Family("llfls"),
     # a linear layer next to attention
     "falcon_h1": Family("hh"),
     "inkling_text": _refused("sssssh", "position_bias"),
@@ -158,6 +161,7 @@ FAMILIES: dict[str, Family] = {
     "zaya": Family("hh", {"num_experts_per_tok": 1}),
     # sliding windows between full layers
     "afmoe": Family("sssf"),
+    "beam": Family("sssssf"),
     "cohere2": Family("sssf"),
     "cohere2_moe": Family("sssf"),
     "cwm": Family("fs"),
@@ -176,6 +180,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family("sf"),
     "granite_swa": Family("fs"),
     "granitemoe_swa": Family("fs"),
+    "kolibri1": Family("ssssf"),
     "laguna": Family("sf", _layers(*"sf")),
     "llama4": Family("cccf"),
     "llama4_text": Family("cccf"),

@@ -202,6 +202,7 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "gates_matrix", lambda model: torch.ones(1, 2))
+    monkeypatch.setattr(run_folder, "gate_counts", lambda model: [2])
     run = folder_of(tmp_path)
     log = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
     log.on_train_begin(None, None, None)
