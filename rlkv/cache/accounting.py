@@ -89,7 +89,8 @@ class KVSizes:
                 f"{layout.model_type} has layers with full attention whose heads differ in size: "
                 "bytes of KV can be computed for heads of one size only"
             )
-        for key_dim, value_dim in dims:
+        if dims:
+            key_dim, value_dim = dims.pop()
             plain = replace(plain, head_dim=key_dim, value_dim=value_dim)
         return replace(plain, heads=layout.heads, others=tuple(others))
 
