@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class KVSizes:
         if {layer.kind for layer in layout.layers} == {FULL}:
             return plain
         layout.check()
-        if not model._supports_default_dynamic_cache():
+        if not cast(Any, model)._supports_default_dynamic_cache():
             raise ValueError(
                 f"{layout.model_type} keeps its past in a cache class of its own: bytes of KV can "
                 "be computed for models that take transformers' DynamicCache only"
