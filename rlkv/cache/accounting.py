@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class KVSizes:
         if {layer.kind for layer in layout.layers} == {FULL}:
             return plain
         layout.check()
-        if not model._supports_default_dynamic_cache():
+        if not cast(Any, model)._supports_default_dynamic_cache():
             raise ValueError(
                 f"{layout.model_type} keeps its past in a cache class of its own: bytes of KV can "
                 "be computed for models that take transformers' DynamicCache only"
@@ -89,7 +89,8 @@ class KVSizes:
                 f"{layout.model_type} has layers with full attention whose heads differ in size: "
                 "bytes of KV can be computed for heads of one size only"
             )
-        for key_dim, value_dim in dims:
+        if dims:
+            key_dim, value_dim = dims.pop()
             plain = replace(plain, head_dim=key_dim, value_dim=value_dim)
         return replace(plain, heads=layout.heads, others=tuple(others))
 
