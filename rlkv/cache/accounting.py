@@ -17,7 +17,7 @@ from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.cache.schedule import RowCounts, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.models.layout import FULL, Layout, gated_places
-from rlkv.models.loading import try_forward
+from rlkv.models.loading import cache_argument, try_forward
 from rlkv.models.shape import ModelShape
 
 SCORE_NBYTES = 4  # of the float32 that a policy accumulates for each entry
@@ -68,7 +68,7 @@ class KVSizes:
                 "be computed for models that take transformers' DynamicCache only"
             )
         cache: Any = full_cache(model.config)
-        try_forward(model, past_key_values=cache, use_cache=True)
+        try_forward(model, use_cache=True, **{cache_argument(): cache})
         dims = set()
         others = []
         for number, layer in enumerate(cache.layers):
