@@ -153,8 +153,8 @@ def mixed_attention(
     if _is_mask(gate.alpha_H, query.shape[2]):
         out = _each_head_once(query, key, value, softmax, gate.alpha_H == 1, full, local)
     else:
-        own = {"softmax": softmax}
-        out = mix(full(query, key, value, **own), local(query, key, value, **own), gate.alpha_H)
+        of_full = full(query, key, value, softmax=softmax)
+        out = mix(of_full, local(query, key, value, softmax=softmax), gate.alpha_H)
     return out.transpose(1, 2).contiguous(), None
 
 

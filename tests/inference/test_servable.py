@@ -199,7 +199,7 @@ def test_policies_that_score_attention_of_another_softmax(family: str) -> None:
     for _ in range(2):
         with (
             unchanged(model),
-            pytest.raises(ValueError, match="^rkv scores tokens by their attention without"),
+            pytest.raises(ValueError, match=r"^rkv scores tokens by their attention without"),
             rlkv.compress(model, eviction=RKV(budget=6, buffer=2, observation=2)),
         ):
             pass
