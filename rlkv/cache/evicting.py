@@ -98,12 +98,12 @@ class EvictingStore(Store):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         if self._splits(query):
-            return self.store(*self._by_query_head(query, key, value), layout, softmax)
+            return self.store(*self._by_query_head(query, key, value), layout, scale)
         (segment,) = layout.segments
-        self._finish(self._new_entries(key, value, segment, layout), query, segment, softmax.scale)
+        self._finish(self._new_entries(key, value, segment, layout), query, segment, scale)
 
     def tensors(self) -> list[Tensor]:
         counted = [plane for name, plane in self.planes.items() if name != "positions"]

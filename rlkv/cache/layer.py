@@ -212,12 +212,11 @@ class ReallocationLayer(CacheLayerMixin):
         """Query ``[B, H, G, n, D]`` -> its shape."""
         if layout.is_prompt:
             out = attend(query, key, value, layout.full_mask, layout.is_causal, softmax)
-            self.store(query, key, value, layout, softmax)
+            self.store(query, key, value, layout, softmax.scale)
             return out
         outputs = []
-        for (store, q, k, v), heads in zip(
-            self._shared_out(query, key, value), self.heads, strict=True
-        ):
+        shared_out = self._shared_out(query, key, value)
+        for heads, (store, q, k, v) in zip(self.heads, shared_out, strict=True):
             own = softmax.of_heads(heads, self.num_heads)
             outputs.append(store.attend(q, k, v, layout, own))
         self.length = layout.end
@@ -251,13 +250,13 @@ class ReallocationLayer(CacheLayerMixin):
         return out.flatten(1, 2)[:, None]
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         """Cache the states of a prompt, query ``[B, H, G, n, D]``, without attending."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         for store, q, k, v in self._shared_out(query, key, value):
-            store.store(q, k, v, layout, softmax)
+            store.store(q, k, v, layout, scale)
         self.length = layout.end
 
     def _shared_out(

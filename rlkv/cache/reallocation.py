@@ -17,7 +17,6 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from rlkv.attention.softmax import Softmax
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import LinearReallocationLayer, ReallocationLayer, linear_states
 from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
@@ -281,7 +280,7 @@ class HeadReallocationCache(Cache):
         self.state.begin_call(None, 0, key.shape[2], key.shape[0])
         layout = CallLayout(CallPart(0, key.shape[2], in_full=True), self.state, key.device)
         for layer in self._layers.values():
-            layer.store(key[:, :, None], key, value, layout, Softmax(1.0))
+            layer.store(key[:, :, None], key, value, layout, 1.0)
 
     # memory
 

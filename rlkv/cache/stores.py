@@ -111,7 +111,7 @@ class Store(ABC):
 
     @abstractmethod
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         """Store the states of a whole prompt without attending; arguments as of :meth:`attend`."""
 
@@ -168,7 +168,7 @@ class FullStore(PlainStore):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
     ) -> Tensor:
-        self.store(query, key, value, layout, softmax)
+        self.store(query, key, value, layout, softmax.scale)
         keys = self.keys.narrow(2, 0, layout.end)
         values = self.values.narrow(2, 0, layout.end)
         return attend(query, keys, values, layout.full_mask, layout.is_causal, softmax)
@@ -191,7 +191,7 @@ class FullStore(PlainStore):
         return self.keys.shape[2]
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         self.make_room(layout)
         self.keys.narrow(2, layout.start, layout.length).copy_(key)
@@ -242,7 +242,7 @@ class RingStore(PlainStore):
         return torch.cat(parts, dim=3)
 
     def store(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax
+        self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         self.make_room(layout)
         _write_tokens(self.keys, key, *layout.whole_write)

@@ -349,8 +349,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
     found = [*_unsupported(vllm_config)]
+    architecture = vllm_config.model_config.architecture
     if feature == REALLOCATION:
         found += _unsupported_by_reallocation(vllm_config)
+    elif architecture not in ARCHITECTURES:
+        found.append(f"{architecture}: sample {', '.join(ARCHITECTURES)}, or with --rollout hf")
     elif vllm_config.parallel_config.tensor_parallel_size != 1:  # gates are those of all heads
         found.append("tensor parallelism: run one engine per GPU")
     if found:

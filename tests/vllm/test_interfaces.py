@@ -36,6 +36,9 @@ CALLS = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
         "layer key value kv_cache slot_mapping"
     ),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec": (
+        "vllm_config"
+    ),
     "vllm.utils.torch_utils:direct_register_custom_op": "op_name op_func mutates_args fake_impl",
     "vllm.utils.torch_utils:_encode_layer_name": "layer_name",
     "vllm.utils.torch_utils:_resolve_layer_name": "layer_name",
@@ -106,7 +109,10 @@ FIELDS = {
     ),
     MANAGER: "supports_fine_grained_hash_lookup",
     "vllm.v1.kv_cache_interface:AttentionSpec": "block_size num_kv_heads head_size head_size_v "
-    "dtype page_size_bytes",
+    "dtype page_size_bytes page_size_padded",
+    "vllm.v1.kv_cache_interface:MambaSpec": "page_size_bytes page_size_padded",
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
+    "vllm.config:ModelConfig": "is_hybrid",
     "vllm.v1.kv_cache_layout:KVCacheLayout": "BLHNC LBHNC",
     "vllm.sampling_params:SamplingParams": (
         "temperature top_p top_k seed max_tokens logprobs stop_token_ids ignore_eos detokenize "

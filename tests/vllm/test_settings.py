@@ -213,6 +213,13 @@ def test_graphs_that_would_capture_work_of_the_host(
         check_engine(fake_engine(), feature)
 
 
+def test_rollouts_of_hybrids_are_refused() -> None:
+    config = fake_engine(model_config__architecture="Gemma3ForCausalLM")
+    assert check_engine(config) is None
+    with pytest.raises(ValueError, match="does not work with Gemma3ForCausalLM"):
+        check_engine(config, ROLLOUT)
+
+
 def test_rollouts_run_one_engine_per_gpu() -> None:
     config = fake_engine(parallel_config__tensor_parallel_size=2)
     assert check_engine(config) is None
