@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rlkv.cache.layer as layer_module
+from rlkv.attention.softmax import Softmax
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.kernels import step
 from rlkv.utils.runtime import KERNEL, SWITCHES
@@ -100,7 +101,8 @@ def test_a_cache_decodes_by_it_unless_the_environment_says_no(
 
     def decode(layer: Any, *arguments: Any) -> torch.Tensor:
         launched.append(layer)
-        return attend(layer, *arguments).flatten(1, 2).transpose(1, 2)
+        *states, scale = arguments
+        return attend(layer, *states, Softmax(scale)).flatten(1, 2).transpose(1, 2)
 
     monkeypatch.setattr(layer_module, "serves", lambda query, key, value: key.shape[2] == 1)
     monkeypatch.setattr(layer_module.ReallocationLayer, "_decode", decode)
