@@ -31,7 +31,9 @@ SERVED = (
     "Glm4ForCausalLM",
     "GraniteForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     # hybrids, with sliding windows
     "Exaone4ForCausalLM",
     "Gemma3ForCausalLM",

@@ -151,6 +151,7 @@ ENGINES = {
     "gemma3": EngineKey("gemma3", options=SMALL, model=SLIDING),
     "gpt_oss": EngineKey("gpt_oss", 0.625, options=SMALL, model=SLIDING),
     "granite 4": EngineKey("granitemoehybrid", 0.375, options=CHUNKS, model=LINEAR),
+    "qwen3_moe": EngineKey("qwen3_moe", options=SMALL),
     "lora": EngineKey(options={"enable_lora": True, "max_lora_rank": 8, **LORA_MODULES}),
     "stock": EngineKey(sparsity=None),
     # of `make test-vllm-slow`
@@ -166,6 +167,7 @@ ENGINES = {
     "glm4": EngineKey("glm4", 0.5),
     "granite": EngineKey("granite", 0.25),
     "mistral": EngineKey("mistral", 0.75, {"sink": 5, "window": 100}),
+    "mixtral": EngineKey("mixtral", 0.75),
     "snapkv": EngineKey(sparsity=1.0, settings={"eviction": SNAPKV}),
     "published": EngineKey(
         "qwen3", 0.75, {"eviction": {**RKV, "variant": "published"}}, options=SMALL

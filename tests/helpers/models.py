@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -34,6 +36,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -52,9 +56,11 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
@@ -64,6 +70,11 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
         **{"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    },
+    "mixtral": {"num_local_experts": 4, "experts_implementation": "eager"},
+    "qwen3_moe": {
+        "experts_implementation": "eager",
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     },
     "qwen3_next": {
         "experts_implementation": "eager",

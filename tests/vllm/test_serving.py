@@ -45,12 +45,12 @@ from prometheus_client import REGISTRY
 LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 EVERY_ENGINE = [
     *("sinks", "rkv", "full", "protect", "qwen2", "qwen3", "phi3", "gemma", "odd", "compiled"),
-    *("gemma3", "gpt_oss", "granite 4"),
+    *("gemma3", "gpt_oss", "granite 4", "qwen3_moe"),
 ]
 OTHERS = [
     *("full cache", "layers", "glm4", "granite", "mistral", "snapkv", "published"),
     *("protect in full", "full gemma3", "full gpt_oss", "full granite 4", "gpt_oss in full"),
-    *("exaone4", "qwen3_next", "full qwen3_next"),
+    *("exaone4", "qwen3_next", "full qwen3_next", "mixtral"),
 ]
 ENTRY = 2 * HEAD_SIZE * ELEMENT  # bytes of a key and a value
 
