@@ -194,26 +194,29 @@ def _check_prompts(model: Any, text: MarkedText) -> None:
 
     For several tokens at once it then changes nothing what these states hold.
     """
-    goes_on = model._supports_default_dynamic_cache()
-    if goes_on:
-        decoder = model.get_decoder()
-        batch = make_batch(decoder, [text], "full")
-        states = []
-        for layer in () if batch.past is None else batch.past.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                states += [state for state in layer.recurrent_states.values() if state is not None]
-        if not states:
-            return
-        with torch.no_grad():
-            before = batch.states(decoder)
-            for state in states:
-                state.zero_()
-            goes_on = not torch.equal(batch.states(decoder), before)
+    instead = (
+        "so its prompts cannot be read in full: take --elimination-prefill local, rlkv-distill "
+        "--prefill local or --finder rlkv"
+    )
+    name = type(model).__name__
+    if not model._supports_default_dynamic_cache():
+        raise ValueError(f"{name} keeps its past in a cache class of its own, {instead}")
+    decoder = model.get_decoder()
+    batch = make_batch(decoder, [text], "full")
+    states = []
+    for layer in () if batch.past is None else batch.past.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states += [state for state in layer.recurrent_states.values() if state is not None]
+    if not states:
+        return
+    with torch.no_grad():
+        before = batch.states(decoder)
+        for state in states:
+            state.zero_()
+        goes_on = not torch.equal(batch.states(decoder), before)
     if not goes_on:
         raise ValueError(
-            f"{type(model).__name__} does not go on from a cached prompt by several tokens at "
-            "once, so that its prompts cannot be read in full: take --elimination-prefill local, "
-            "rlkv-distill --prefill local or --finder rlkv"
+            f"{name} does not go on from a cached prompt by several tokens at once, {instead}"
         )
 
 

@@ -447,5 +447,5 @@ class ServingEngine(VLLMEngine):
             uncompressed += sum(plan.uncompressed(length) for plan in self.plans)
             kept += sum(other.held(length) for other in self.others)
         size = self.entry_bytes
-        amounts = held * size + kept, uncompressed * size + kept
+        amounts = held * size + kept, uncompressed * size + kept, kept
         return completions, Usage(tokens, seconds, *amounts)

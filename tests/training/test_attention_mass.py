@@ -232,6 +232,7 @@ def test_solutions_are_asked_for() -> None:
         ("gpt2", "no layer with full attention"),
         ("deepseek_v3", "latent"),
         ("jamba", "does not go on from a cached prompt"),
+        ("minimax", "a cache class of its own"),
     ],
 )
 def test_models_whose_attention_is_another_are_refused(

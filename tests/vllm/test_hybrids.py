@@ -193,6 +193,8 @@ def test_bytes_of_a_batch_count_all_layers(tmp_path: Path) -> None:
     length = given + len(completion.token_ids) - 1
     blocks = -(-length // BLOCK)
     page = BLOCK * KV_HEADS * ENTRY
-    assert usage.kv_bytes_full == 2 * blocks * page + 2 * min(blocks, 3) * page
+    unchanged = 2 * min(blocks, 3) * page
+    assert usage.kv_bytes_unchanged == unchanged
+    assert usage.kv_bytes_full == 2 * blocks * page + unchanged
     (plan,) = engine.plans
-    assert usage.kv_bytes == plan.held(length) * ENTRY + 2 * min(blocks, 3) * page
+    assert usage.kv_bytes == plan.held(length) * ENTRY + unchanged
