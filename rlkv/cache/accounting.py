@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from rlkv.cache.plan import CacheSettings
 from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.cache.schedule import RowCounts, plan_segments, split_call
 from rlkv.eviction.base import EvictionPolicy
-from rlkv.models.layout import FULL, Layout, gated_places
-from rlkv.models.loading import cache_argument, try_forward
+from rlkv.models.layout import Layout, gated_places
+from rlkv.models.loading import cache_argument, refuse_own_cache, try_forward
 from rlkv.models.shape import ModelShape
 
 SCORE_NBYTES = 4  # of the float32 that a policy accumulates for each entry
@@ -59,14 +59,12 @@ class KVSizes:
         shape = ModelShape.from_config(model.config)
         group_size = shape.num_query_heads // shape.num_kv_heads
         plain = cls(shape.head_dim, group_size, model.dtype.itemsize)
-        if {layer.kind for layer in layout.layers} == {FULL}:
+        if layout.is_plain:
             return plain
         layout.check()
-        if not cast(Any, model)._supports_default_dynamic_cache():
-            raise ValueError(
-                f"{layout.model_type} keeps its past in a cache class of its own: bytes of KV can "
-                "be computed for models that take transformers' DynamicCache only"
-            )
+        refuse_own_cache(
+            model, "bytes of KV can be computed for models that take transformers' DynamicCache"
+        )
         cache: Any = full_cache(model.config)
         try_forward(model, use_cache=True, **{cache_argument(): cache})
         dims = set()

@@ -42,7 +42,12 @@ from rlkv.models.layout import (
     own_layers,
     ranges,
 )
-from rlkv.models.loading import cache_argument, refuse_latent_attention, try_forward
+from rlkv.models.loading import (
+    cache_argument,
+    refuse_latent_attention,
+    refuse_own_cache,
+    try_forward,
+)
 from rlkv.utils.devices import leave_cudnn_out
 from rlkv.utils.runtime import shadow
 
@@ -100,11 +105,7 @@ def check_servable(model: Any) -> Layout:
             "every layer has full, sliding-window or linear attention of its own, such as Llama, "
             "Qwen3 or Gemma 3"
         )
-    if not model._supports_default_dynamic_cache():
-        raise ValueError(
-            f"{layout.model_type} keeps its past in a cache class of its own: compress(...) serves "
-            "models that take transformers' DynamicCache"
-        )
+    refuse_own_cache(model, "compress(...) serves models that take transformers' DynamicCache")
     layout.modules(model)
     return layout
 

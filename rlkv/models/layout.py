@@ -102,6 +102,11 @@ class Layout:
         """How many gates each layer has."""
         return tuple(layer.kv_heads if layer.has_gates else 0 for layer in self.layers)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer has full attention, and nothing else."""
+        return {layer.kind for layer in self.layers} == {FULL}
+
     def check(self) -> None:
         """Raise ValueError, with its name, for a kind of layer that is not known."""
         unknown = sorted({layer.kind for layer in self.layers} - _KNOWN)

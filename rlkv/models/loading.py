@@ -247,6 +247,14 @@ def refuse_latent_attention(model: Any) -> None:
             )
 
 
+def refuse_own_cache(model: Any, instead: str) -> None:
+    """Raise ValueError if a model keeps its past in a cache class of its own."""
+    if not model._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{model.config.model_type} keeps its past in a cache class of its own: {instead}"
+        )
+
+
 # --- memory of the CPU
 
 

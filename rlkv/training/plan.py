@@ -274,6 +274,9 @@ def make_plan(
     Args:
         rows: of the curriculum; None if it is not there.
         prompt_tokens: of the longest prompt.
+
+    Raises:
+        ValueError: for a model that cannot have gates.
     """
     device = args.device if machine.card is None else torch.device("cuda")
     lengths = [row["output_tokens"] for row in rows or () if row.get("output_tokens")]
@@ -286,6 +289,12 @@ def make_plan(
         tokens=fmean(lengths) if lengths else None,
         positions=prompt_tokens + (args.max_completion_length or 0),
     )
+    model = plan.footprint
+    if model is not None and not any(model.heads):
+        raise ValueError(
+            f"{model.shape.model_type} has no layer whose heads can have gates: use a model with "
+            "full attention and grouped heads, such as Llama, Qwen3 or Gemma 3"
+        )
     return _with_engine(plan)
 
 

@@ -25,7 +25,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
-from rlkv.models.loading import cache_argument, dtype_name, load_model
+from rlkv.models.layout import Layout
+from rlkv.models.loading import cache_argument, dtype_name, load_model, refuse_own_cache
 from rlkv.models.prompts import render_prompt
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.utils.runtime import shadow
@@ -185,7 +186,7 @@ def check_masks(model: Any, text: MarkedText, prefill: str) -> None:
     """Raise ``ValueError`` unless the model can have gates, and prompts can be read as asked."""
     with hard_masks(model, sink=1, window=1):
         pass
-    if prefill == "full":
+    if prefill == "full" and not Layout.from_config(model.config).is_plain:
         _check_prompts(model, text)
 
 
@@ -195,12 +196,10 @@ def _check_prompts(model: Any, text: MarkedText) -> None:
     For several tokens at once it then changes nothing what these states hold.
     """
     instead = (
-        "so its prompts cannot be read in full: take --elimination-prefill local, rlkv-distill "
+        "its prompts cannot be read in full: take --elimination-prefill local, rlkv-distill "
         "--prefill local or --finder rlkv"
     )
-    name = type(model).__name__
-    if not model._supports_default_dynamic_cache():
-        raise ValueError(f"{name} keeps its past in a cache class of its own, {instead}")
+    refuse_own_cache(model, instead)
     decoder = model.get_decoder()
     batch = make_batch(decoder, [text], "full")
     states = []
@@ -216,7 +215,8 @@ def _check_prompts(model: Any, text: MarkedText) -> None:
         goes_on = not torch.equal(batch.states(decoder), before)
     if not goes_on:
         raise ValueError(
-            f"{name} does not go on from a cached prompt by several tokens at once, {instead}"
+            f"{model.config.model_type} does not go on from a cached prompt by several tokens at "
+            f"once: {instead}"
         )
 
 

@@ -257,3 +257,12 @@ def test_the_plan_is_within_a_tenth_of_measured_bytes(
     planned = update_memory(footprint, rows, length, rows_per_call, SIZES, checkpointing)
     assert weights == pytest.approx(footprint.weights, rel=0.01)  # besides it the gates and buffers
     assert planned == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["mistral_sliding", "deepseek_v3"])
+def test_a_model_without_gates_gets_no_plan(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Footprint.of_config(make_config(family), family, 2)
+    monkeypatch.setattr(Footprint, "of", lambda *_: model)
+    settings, args = parse_config(["--model", family, "--use-cpu"])
+    with pytest.raises(ValueError, match="has no layer whose heads can have gates"):
+        make_plan(settings, args, Machine(1, None, None))
