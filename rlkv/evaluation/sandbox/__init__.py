@@ -214,7 +214,9 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
     """Return what the worker says of its isolation, and the verdict."""
     start = time.monotonic()
     nonce = secrets.token_hex(16)
-    folder = tempfile.mkdtemp(prefix="rlkv-sandbox-")
+    # made by the judge, which outlives this process: killed between making it and starting the
+    # judge, this process would leave it behind
+    folder = os.path.join(tempfile.gettempdir(), f"rlkv-sandbox-{secrets.token_hex(8)}")
     options = {
         "folder": folder,
         "start_seconds": START_SECONDS,

@@ -241,3 +241,23 @@ def test_nothing_is_left_when_the_evaluator_ends(number: int, tmp_path: Path) ->
         wait_until(lambda: running("judge") and running("worker"))
         evaluator.send_signal(number)
     wait_until(lambda: not running() and not list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "subprocess.Popen = lambda *_, **__: os.kill(os.getpid(), 9)",
+        "subprocess.Popen.communicate = lambda *_, **__: os.kill(os.getpid(), 9)",
+    ],
+)
+def test_nothing_is_left_when_the_evaluator_ends_early(patch: str, tmp_path: Path) -> None:
+    code = (
+        f"import os, subprocess; {patch}\n"
+        "from rlkv.evaluation.sandbox import run_tests\n"
+        "run_tests('f = 1', ['assert f == 1'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    wait_until(lambda: not running() and not list(tmp_path.iterdir()))

@@ -41,28 +41,29 @@ def same_value(found: Any, expected: Any) -> bool:
 
 
 def main() -> NoReturn:
-    """Start the worker, write what shuts it in, read the job, write the verdict.
+    """Make the folder, start the worker, write what shuts it in, read the job, write the verdict.
 
     Ends by SIGALRM if too late.
     """
     options = json.loads(sys.argv[2])
-    os.chdir(options["folder"])
     # held back until the handler, which removes the folder, is there
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     worker.call("prctl", worker.PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     worker.call("prctl", worker.DUMPABLE, 0, 0, 0, 0)
+    os.mkdir(options["folder"], 0o700)
+    os.chdir(options["folder"])
     signal.alarm(options["start_seconds"])
     program = Program(options["worker"], options["folder"])
     signal.signal(signal.SIGTERM, lambda *_: program.end("killed", "by the end of the evaluator"))
     if os.getppid() != options["evaluator"]:  # it ended before this process asked to be told
         signal.raise_signal(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    print(json.dumps(program.receive()), flush=True)
-    signal.setitimer(signal.ITIMER_REAL, options["wall_seconds"])
-    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # for hostile answers
-    job = json.load(sys.stdin)
-    program.nonce = job["nonce"]
     try:
+        print(json.dumps(program.receive()), flush=True)
+        signal.setitimer(signal.ITIMER_REAL, options["wall_seconds"])
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # for hostile answers
+        job = json.load(sys.stdin)  # none: the evaluator has ended, and SIGTERM is on its way
+        program.nonce = job["nonce"]
         program.ask("run", job["program"], job["stdin"])
         program.where = "setup"
         program.tests = job["setup"]
