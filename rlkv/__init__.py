@@ -16,9 +16,17 @@ _HOMES = {
     "HeadAllocation": "rlkv.gates.allocation",
     "HeadReallocationCache": "rlkv.cache",
     "compress": "rlkv.inference.compress",
+    "generate_lossless": "rlkv.inference.lossless",
 }
 
-__all__ = ["HeadAllocation", "HeadGates", "HeadReallocationCache", "__version__", "compress"]
+__all__ = [
+    "HeadAllocation",
+    "HeadGates",
+    "HeadReallocationCache",
+    "__version__",
+    "compress",
+    "generate_lossless",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def test_gates_load_nothing_heavy(statement: str) -> None:
     )  # torch itself may load triton on a GPU machine
 
 
-@pytest.mark.parametrize("name", ["HeadReallocationCache", "compress"])
+@pytest.mark.parametrize("name", ["HeadReallocationCache", "compress", "generate_lossless"])
 def test_serving_needs_no_optional_package(name: str) -> None:
     # torch itself may load triton; our kernels wait for their first launch
     statement = f"from rlkv import {name}; assert 'rlkv.kernels.decode' not in sys.modules"

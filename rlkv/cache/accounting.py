@@ -120,7 +120,7 @@ def kv_nbytes(
     besides.
 
     Args:
-        settings: what compressible heads keep.
+        settings: what the heads keep.
         full: bool ``[layers, KV heads]``.
         prompts: int64 ``[B]``, tokens of the first call.
         tokens: int64 ``[B]``, tokens of all calls.
@@ -130,20 +130,24 @@ def kv_nbytes(
     own = full[gated_places(size.heads, *full.shape)]
     num_full = int(own.sum())
     num_compressible = own.numel() - num_full
-    of_full_head = tokens * size.nbytes
+    whole = tokens * size.nbytes
     policy = settings.eviction
-    if policy is None:
-        of_head = torch.minimum(tokens, settings.sinks(prompts) + settings.window) * size.nbytes
-    else:
+    of_policy = whole
+    if policy is not None:
         entries = _entries_at(policy, prompts, tokens, settings.prefill, planned)
         copies = size.group_size if policy.per_query_head else 1
         of_entry = size.nbytes + (SCORE_NBYTES if policy.accumulates else 0)
-        of_head = copies * entries * of_entry
+        of_policy = copies * entries * of_entry
         if policy.observes:
             of_query = size.group_size * size.head_dim * size.itemsize
-            of_head = of_head + tokens.clamp(max=policy.observation) * of_query
-    used = num_full * of_full_head + num_compressible * of_head
-    return used, own.numel() * of_full_head
+            of_policy = of_policy + tokens.clamp(max=policy.observation) * of_query
+    of_full = whole if settings.policy_of(True) is None else of_policy
+    of_compressible = of_policy
+    if settings.policy_of(False) is None:
+        kept = torch.minimum(tokens, settings.sinks(prompts) + settings.window)
+        of_compressible = kept * size.nbytes
+    used = num_full * of_full + num_compressible * of_compressible
+    return used, own.numel() * whole
 
 
 def _entries_at(

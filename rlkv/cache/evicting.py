@@ -1,4 +1,4 @@
-"""Compressible heads under an eviction policy: a buffer of entries that evicts when it is full.
+"""Heads under an eviction policy: a buffer of entries that evicts when it is full.
 
 Shapes: B rows, H heads of this store, G query heads per KV head, n new tokens, M columns in use
 (rows end at the last one, :mod:`rlkv.cache.schedule`), N the last of them, which hold evictable
@@ -24,11 +24,11 @@ from rlkv.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens that one eviction kept in the compressible heads of one layer of one row.
+    """The tokens that one eviction kept in the heads under a policy, of one layer of one row.
 
     Attributes:
         row: its number at that time; rows may be reordered later.
-        heads: the H KV heads of the layer that are compressible; under a policy per query head
+        heads: the H KV heads of the layer that are under the policy; if that is per query head,
             positions and scores have H * G rows.
         seen: tokens of the row that had been read.
         positions: int64 ``[H, K]``, ascending positions of the kept tokens in their row (padding
@@ -46,7 +46,7 @@ class KeptTokens:
 
 
 class EvictingStore(Store):
-    """KV of the compressible heads of one layer.
+    """KV of the heads of one layer from which a policy evicts.
 
     Positions of the entries are held only to record what is kept.
     """

@@ -45,8 +45,7 @@ class ReallocationLayer(CacheLayerMixin):
 
     Args:
         full_heads: bool ``[H]``.
-        compressible: makes the store of the compressible heads from their list.
-        reserve: tokens for which full heads get memory up front.
+        make_store: makes the store of some heads: of full ones, or of compressible ones.
     """
 
     is_sliding = False
@@ -58,8 +57,7 @@ class ReallocationLayer(CacheLayerMixin):
         self,
         full_heads: Tensor,
         state: CacheState,
-        compressible: Callable[[list[int]], Store],
-        reserve: int = 0,
+        make_store: Callable[[list[int], bool], Store],
     ) -> None:
         super().__init__()
         self.state = state
@@ -74,9 +72,9 @@ class ReallocationLayer(CacheLayerMixin):
         self.places = places[self.restore].int()
         self.stores: list[Store] = []
         if len(full):
-            self.stores.append(FullStore(len(full), state, reserve))
+            self.stores.append(make_store(full.tolist(), True))
         if len(others):
-            self.stores.append(compressible(others.tolist()))
+            self.stores.append(make_store(others.tolist(), False))
         self.length = 0
         self.by_kernel = False  # whether the decode kernel took the last call
 
@@ -284,11 +282,10 @@ class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):  # type:
         self,
         full_heads: Tensor,
         state: CacheState,
-        compressible: Callable[[list[int]], Store],
-        reserve: int,
+        make_store: Callable[[list[int], bool], Store],
         number_of_states: int,
     ) -> None:
-        ReallocationLayer.__init__(self, full_heads, state, compressible, reserve)
+        ReallocationLayer.__init__(self, full_heads, state, make_store)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(  # type: ignore[override]
@@ -336,7 +333,7 @@ class CachedCall(StockMask):
         if not self._parts:
             self._parts = state.begin_call(self.attention_mask, self.start, self.length, self.rows)
         if device not in self._plans:
-            self._plans[device] = [CallLayout(part, state, device) for part in self._parts]
+            self._plans[device] = [state.layout(part, device) for part in self._parts]
         return self._plans[device]
 
 

@@ -28,6 +28,10 @@ from rlkv.eviction.base import EvictionPolicy
 from rlkv.kernels.step import DecodeStep
 from rlkv.utils.runtime import KERNEL, check_switches, switched_on
 
+# which heads a policy evicts from
+COMPRESSIBLE = "compressible"
+FULL_HEADS = "full"
+EVICT_FROM = (COMPRESSIBLE, FULL_HEADS)
 BLOCK = 512  # queries of a local prompt that attend together: the cost is linear in the prompt
 
 
@@ -109,6 +113,8 @@ class CacheSettings(LocalSizes):
         eviction: with a policy they keep what it chooses instead, and ``sink``, ``window`` and
             ``protect_prompt`` have no effect.
         protect_prompt: keep of the first tokens at least the prompt, those of the first call.
+        evict_from: ``compressible``, or ``full``: the policy is that of the full heads, and
+            compressible ones keep sinks and a window (two budgets).
     """
 
     sink: int = 16
@@ -116,6 +122,7 @@ class CacheSettings(LocalSizes):
     prefill: str = "full"
     eviction: EvictionPolicy | None = None
     protect_prompt: bool = False
+    evict_from: str = COMPRESSIBLE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,22 +137,51 @@ class CacheSettings(LocalSizes):
             )
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(f"protect_prompt is {self.protect_prompt!r}: it must be True or False")
+        if self.evict_from not in EVICT_FROM:
+            raise ValueError(
+                f"unknown evict_from {self.evict_from!r}: choose one of {', '.join(EVICT_FROM)}"
+            )
+        if self.evict_from == FULL_HEADS and self.eviction is None:
+            raise ValueError(
+                "evict_from='full' says where a policy evicts, and there is none: pass eviction, "
+                "such as rlkv.eviction.RandomEviction(ratio=0.5)"
+            )
         check_switches()
+
+    def policy_of(self, is_full: bool) -> EvictionPolicy | None:
+        """Return the policy that evicts from the full heads, or from the compressible ones."""
+        return self.eviction if is_full == (self.evict_from == FULL_HEADS) else None
+
+    def evicts_nothing(self, full: Tensor) -> bool:
+        """Return whether all heads keep everything under an allocation, bool ``[L, H]``."""
+        return bool(full.all()) and self.policy_of(True) is None
+
+    def check_heads(self, num_full: int) -> None:
+        """Raise ``ValueError`` if a policy of the full heads has none to evict from."""
+        if self.evict_from == FULL_HEADS and num_full == 0:
+            raise ValueError(
+                "the policy is to evict from the full heads, but none is full: use a lower "
+                "sparsity, or let it evict from the compressible heads"
+            )
 
     def check_positions(self, positions: int) -> None:
         """Raise ``ValueError`` if the heads would keep more than a model of ``positions`` reads.
 
         Their entries are allocated from the start.
         """
-        if self.eviction is None and max(self.sink, self.window) > positions:
+        if self.policy_of(False) is None and max(self.sink, self.window) > positions:
             raise ValueError(
                 f"sink is {self.sink} and window is {self.window}, but the model has {positions} "
                 "positions: no head can keep more tokens than that"
             )
 
-    def with_policy(self, policy: EvictionPolicy | None) -> CacheSettings:
+    def with_policy(
+        self, policy: EvictionPolicy | None, evict_from: str = COMPRESSIBLE
+    ) -> CacheSettings:
         """Return these settings with ``policy``, which has its own field for protected prompts."""
-        return replace(self, eviction=policy, protect_prompt=self.protect_prompt and policy is None)
+        changed = replace(self, eviction=policy, evict_from=evict_from)
+        has_window = changed.policy_of(False) is None
+        return replace(changed, protect_prompt=self.protect_prompt and has_window)
 
     def sinks(self, prompts: Tensor) -> Tensor:
         """Return S of rows whose first calls have ``prompts`` int64 ``[B]`` tokens."""
@@ -201,9 +237,9 @@ class CacheState:
         self.padding = read_padding(mask, self.padding, start, length)
         policy = self.settings.eviction
         spans = split_call(self.settings.prefill, start, length)
+        if self.settings.protect_prompt and start == 0:
+            self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
         if policy is None:
-            if self.settings.protect_prompt and start == 0:
-                self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
             return [CallPart(*span) for span in spans]
         counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
         padding = None if self.padding is None else self.padding.on_host
@@ -215,6 +251,10 @@ class CacheState:
             counts = segments[-1].after
         self.row_counts = counts
         return parts
+
+    def layout(self, part: CallPart, device: torch.device) -> CallLayout:
+        """Make what the layers on ``device`` share in a part of a call."""
+        return CallLayout(part, self, device)
 
     def padding_counts(self, rows: int) -> Tensor:
         """Return the left padding of each of the ``rows`` rows: int64 ``[B]``."""
@@ -321,6 +361,10 @@ class CallLayout:
         queries = columns[self.start :, None]
         # a padding query sees itself: a row of -inf alone would be NaN in some kernels
         return ((real[:, None, :] & (columns <= queries)) | (columns == queries))[:, None]
+
+    def write(self, buffer: Tensor, states: Tensor) -> None:
+        """Write the states of the call's tokens into the columns of ``buffer`` that are theirs."""
+        buffer.narrow(2, self.start, self.length).copy_(states)
 
     # One token: written first, read after.
 

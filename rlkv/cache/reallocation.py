@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,15 @@ from transformers.cache_utils import (
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
 from rlkv.cache.layer import LinearReallocationLayer, ReallocationLayer, linear_states
-from rlkv.cache.plan import CacheSettings, CacheState, CallLayout, CallPart, JoinLayout
-from rlkv.cache.stores import RingStore, Store, grown_capacity, stack_rows
+from rlkv.cache.plan import (
+    COMPRESSIBLE,
+    CacheSettings,
+    CacheState,
+    CallLayout,
+    CallPart,
+    JoinLayout,
+)
+from rlkv.cache.stores import FullStore, RingStore, Store, grown_capacity, stack_rows
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.models.layout import own_layers
 
@@ -210,10 +217,13 @@ class HeadReallocationCache(Cache):
         heads: how many of the heads of ``full`` each layer has; None: all.
         protect_prompt: compressible heads keep all tokens of the first call; a policy has an option
             of its own for it.
+        evict_from: ``"full"``: the policy is that of the full heads.
 
     Raises:
         ValueError: for a malformed allocation, sizes out of range or an unknown ``prefill``.
     """
+
+    state_type: ClassVar[type[CacheState]] = CacheState
 
     def __init__(
         self,
@@ -227,6 +237,7 @@ class HeadReallocationCache(Cache):
         stock_layers: Callable[[], dict[int, Any]] = dict,
         protect_prompt: bool = False,
         heads: Sequence[int] | None = None,
+        evict_from: str = COMPRESSIBLE,
     ) -> None:
         full = torch.as_tensor(full)
         if full.dtype != torch.bool or full.ndim != 2:
@@ -235,8 +246,8 @@ class HeadReallocationCache(Cache):
             )
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}: it must be 0 or more tokens")
-        settings = CacheSettings(sink, window, prefill, eviction, protect_prompt)
-        self.state = CacheState(settings, record=record)
+        settings = CacheSettings(sink, window, prefill, eviction, protect_prompt, evict_from)
+        self.state = self.state_type(settings, record=record)
         self.full = full.cpu()
         self.kept: list[KeptTokens] = []
         self._make_stock = stock_layers
@@ -245,8 +256,7 @@ class HeadReallocationCache(Cache):
         layers: list[Any] = []
         for number, row in enumerate(self.full):
             own = row if heads is None else row[: heads[number]]
-            make_store = partial(self._compressible_store, number)
-            arguments = (own, self.state, make_store, reserve)
+            arguments = (own, self.state, partial(self._make_store, number, reserve))
             stock = self._stock.get(number)
             if stock is None and not len(own):
                 break  # from here on, layers read the keys and values of earlier ones
@@ -258,10 +268,13 @@ class HeadReallocationCache(Cache):
             layers.append(self._layers.get(number, stock))
         super().__init__(layers=layers)
 
-    def _compressible_store(self, layer: int, heads: list[int]) -> Store:
-        if self.settings.eviction is None:
-            return RingStore(len(heads), self.state)
-        return EvictingStore(heads, layer, self.state, self.settings.eviction, self.kept)
+    def _make_store(self, layer: int, reserve: int, heads: list[int], is_full: bool) -> Store:
+        policy = self.settings.policy_of(is_full)
+        if policy is not None:
+            return EvictingStore(heads, layer, self.state, policy, self.kept)
+        if is_full:
+            return FullStore(len(heads), self.state, reserve)
+        return RingStore(len(heads), self.state)
 
     @property
     def settings(self) -> CacheSettings:

@@ -194,8 +194,8 @@ class FullStore(PlainStore):
         self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, scale: float
     ) -> None:
         self.make_room(layout)
-        self.keys.narrow(2, layout.start, layout.length).copy_(key)
-        self.values.narrow(2, layout.start, layout.length).copy_(value)
+        layout.write(self.keys, key)
+        layout.write(self.values, value)
 
     def join(self, other: FullStore, layout: JoinLayout) -> None:
         capacity = grown_capacity(0, layout.columns, layout.limit)

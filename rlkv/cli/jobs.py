@@ -63,20 +63,23 @@ budgets, gates.
         --extra 80 --output-dir results/llama8b_study
     rlkv-study --config study_tiny --gates RLKV=tiny --analyses sweep \\
         --sizes 4+16 8+32 prompt+16 --output-dir results/sizes
+    rlkv-study --config study_tiny --gates RLKV=tiny --analyses acceptance \\
+        --sparsities 0.5 0.8 --output-dir results/acceptance
 
 Several files under one name are seeds of one method; the first name is compared with every other.
 --ablation adds variants that are compared with it alone.  Decoding is greedy, so every allocation
 of heads is measured once, however many seeds and analyses ask for it.  --sizes adds rows to the
-sweep: accuracy and bytes of the first method with other sinks and windows.  Files: report.html (one
-file), report.md, table.md, plots, results.json with every number, rows/ with every text.  The same
-command resumes a run that was stopped; rows that were measured with other settings are refused by
-name.
+sweep: accuracy and bytes of the first method with other sinks and windows.  The acceptance, how
+often a draft with compressed heads picks the full model's token, reads the full cache's texts and
+decodes nothing else.  Files: report.html (one file), report.md, table.md, plots, results.json with
+every number, rows/ with every text.  The same command resumes a run that was stopped; rows that
+were measured with other settings are refused by name.
 """
 
 BENCH = """Speed and memory of the compressed cache.
 
     rlkv-bench decode     # a decode step against transformers' own caches, 15 minutes on 2 cores
-    rlkv-bench serving    # throughput of the vLLM plugin (needs vLLM), about an hour on 2 cores
+    rlkv-bench serving    # throughput of the vLLM plugin (needs vLLM), half an hour on 2 cores
     rlkv-bench check      # what breaks first on a GPU: the tests in tests/gpu of a checkout
 """
 

@@ -30,8 +30,8 @@ gate is the largest share of attention in a solution that falls outside of --sin
 mean of that over solutions (idea: KVzip).  One process, no rollouts, about a forward of the texts.
 
 The run goes to --output-dir: log.jsonl, checkpoints every --save-steps, and at the end gates.pt,
-gates.safetensors, adapter_weights.tsv, adapter/, figures and summary.json.  A run that was stopped
-or killed resumes when the same command is given again.
+gates.safetensors, adapter_weights.tsv (if every layer has gates), adapter/, figures and
+summary.json.  A run that was stopped or killed resumes when the same command is given again.
 
 Options of trl's GRPOConfig that are not listed here are accepted too; --config files may name them.
 """

@@ -19,6 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from rlkv.evaluation.acceptance import (
+    SHAPE,
+    acceptance,
+    check_drafts,
+    draft_sizes,
+    draft_sparsities,
+    measure_acceptance,
+)
 from rlkv.evaluation.eval_report import find_published, write_published
 from rlkv.evaluation.measurements import (
     Ranking,
@@ -74,9 +82,14 @@ def run_study(config: StudyConfig) -> None:
     check_results(folder, "results.json", ("report.html", "report.md", "table.md"), ("analyses",))
     check_results(folder, "measured.json", (), ("conditions",))
     study = load_study(config)
+    drafts = "acceptance" in config.chosen_analyses
+    if drafts:
+        check_drafts(study.model)
     # the full cache first: matched budgets need its texts
     study.measure(FULL_CACHE, study.full_requests())
     study.measure("conditions", study.requests(config.chosen_analyses))
+    if drafts:
+        measure_acceptance(study)
     measured = study.describe()
     if config.measure_only:
         write_json(folder / "measured.json", {"conditions": measured, **provenance()})
@@ -506,6 +519,10 @@ def settings_of(study: Study, analysis: str) -> Metrics:
         found["sparsities"] = list(config.ascending("ablate_at"))
         variants = (study.first, *study.ablations)
         found["costs"] = {variant.name: cost_metrics(variant) for variant in variants}
+    elif analysis == "acceptance":
+        found["sparsities"] = draft_sparsities(study)
+        found["sizes"] = list(map(str, draft_sizes(study)))
+        found["computed_for"] = SHAPE
     return found
 
 
@@ -519,4 +536,5 @@ REPORTS = {
     "budget": by_task(budget),
     "gates": gates,
     "ablations": by_task(ablations),
+    "acceptance": by_task(acceptance),
 }

@@ -62,7 +62,7 @@ class TransformersDecoder:
             settings.sampling,
             numbers,
             stop_rule(settings),
-            full=bool(self.allocation.full.all()),
+            full=self.engine.settings.evicts_nothing(self.allocation.full),
             planned=planned,
         )
 
@@ -92,7 +92,7 @@ def check_served(
     architecture = (config.architectures or ["none"])[0]
     check_engine = check_version
     for name, (allocation, cache) in methods.items():
-        if bool(allocation.full.all()):
+        if cache.evicts_nothing(allocation.full):
             continue
         check_engine = check_installed
         if architecture not in SERVED:
@@ -216,7 +216,7 @@ class VLLMDecoder:
             # at its start the engine reads as many tokens as a step may have: 25 s for the 4,096
             # that it would take with a model of 1.5B on one core
             options["max_num_batched_tokens"] = max(self.positions, model.batch_size, LEAST_STEP)
-        if bool(self.allocation.full.all()):
+        if self.cache.evicts_nothing(self.allocation.full):
             return VLLMEngine(model.name, max_rows=model.batch_size, **options)
         serving = ServingSettings.of(self.allocation, self.cache)
         return ServingEngine(model.name, serving, model.batch_size, **options)

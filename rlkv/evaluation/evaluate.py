@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rlkv.cache import CacheSettings
+from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
 from rlkv.evaluation.decoders import TransformersModel, VLLMModel, check_served
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
@@ -42,6 +43,7 @@ from rlkv.vllm.settings import TEMPERATURES
 
 FULL = "full"
 RANDOM_HEADS = "random-heads"
+OF_FULL = "full:"  # before a policy that evicts from the full heads
 RESULTS = "results.json"
 REPORTS = ("report.html", "report.md")
 WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
@@ -94,30 +96,43 @@ def join_processes(device: str) -> Processes:
 class CompressionMethod:
     """A parsed name of a method.
 
-    Without a ranking all heads are compressible (none for ``full``); without a policy these keep
-    sinks and a window.
+    Without a ranking all heads are compressible (none for ``full``); without a policy of theirs
+    these keep sinks and a window.
     """
 
     name: str
     ranking: str | None
     sparsity: float | None
     policy: EvictionPolicy | None
+    evict_from: str = COMPRESSIBLE
+
+    def cache(self, sizes: CacheSettings) -> CacheSettings:
+        """Return what the heads keep, with ``sizes`` where no policy chooses."""
+        return sizes.with_policy(self.policy, self.evict_from)
 
     def allocation(
         self, config: PretrainedConfig, gates: dict[str, HeadGates], seed: int
     ) -> HeadAllocation:
-        """Return the full heads; ``ValueError`` if the gates are not those of the model."""
+        """Return the full heads.
+
+        Raises:
+            ValueError: if the gates are not those of the model, or if no head is full and the
+                policy is that of the full heads.
+        """
         sparsity = self.sparsity
         if sparsity is None:
             sparsity = 0.0 if self.policy is None else 1.0
         if self.ranking in (None, RANDOM_HEADS):
             shape = ModelShape.from_config(config)
             heads = Layout.from_config(config).heads
-            return HeadAllocation.random(
+            found = HeadAllocation.random(
                 shape.num_layers, shape.num_kv_heads, sparsity, seed, heads
             )
-        gates[self.ranking].check_model(config)
-        return HeadAllocation.from_gates(gates[self.ranking], sparsity)
+        else:
+            gates[self.ranking].check_model(config)
+            found = HeadAllocation.from_gates(gates[self.ranking], sparsity)
+        self.cache(CacheSettings()).check_heads(found.num_full)
+        return found
 
 
 def parse_methods(names: Sequence[str], rankings: list[str]) -> list[CompressionMethod]:
@@ -134,6 +149,8 @@ def parse_methods(names: Sequence[str], rankings: list[str]) -> list[Compression
 def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
     """Parse a method such as ``rlkv@0.5+rkv@256``; ``rankings`` are the names of the gates files.
 
+    With ``full:`` before the policy it evicts from the full heads: ``rlkv@0.5+full:rkv@256``.
+
     Raises:
         ValueError: for another form or name; says what is known.
     """
@@ -141,12 +158,16 @@ def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
         return CompressionMethod(name, None, None, None)
     parts = name.split("+")
     heads = [part for part in parts if part.partition("@")[0] in (*rankings, RANDOM_HEADS)]
-    policies = [part for part in parts if part.partition("@")[0] in POLICIES]
+    policies = []
+    for part in parts:
+        if part.removeprefix(OF_FULL).partition("@")[0] in POLICIES:
+            policies.append(part)
     if len(heads) > 1 or len(policies) > 1 or len(heads) + len(policies) != len(parts):
         known = ", ".join([FULL, *rankings, RANDOM_HEADS, *POLICIES])
         raise ValueError(
             f"method {name!r} is not understood: write full, HEADS@SPARSITY, POLICY@BUDGET or both "
-            f"joined by +, of {known}"
+            f"joined by + (HEADS@SPARSITY+{OF_FULL}POLICY@BUDGET evicts from the full heads), of "
+            f"{known}"
         )
     ranking = None
     sparsity = None
@@ -155,8 +176,18 @@ def parse_method(name: str, rankings: list[str]) -> CompressionMethod:
         sparsity = _number(text, name, f"{ranking}@0.5")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"method {name!r}: sparsity {text} is not in [0, 1]")
-    policy = _parse_policy(policies[0], name) if policies else None
-    return CompressionMethod(name, ranking, sparsity, policy)
+    if not policies:
+        return CompressionMethod(name, ranking, sparsity, None)
+    part = policies[0].removeprefix(OF_FULL)
+    policy = _parse_policy(part, name)
+    if part == policies[0]:
+        return CompressionMethod(name, ranking, sparsity, policy)
+    if not heads:
+        raise ValueError(
+            f"method {name!r} names no heads: write HEADS@SPARSITY+{policies[0]}, or {part} to "
+            "evict from all heads"
+        )
+    return CompressionMethod(name, ranking, sparsity, policy, FULL_HEADS)
 
 
 def _parse_policy(part: str, name: str) -> EvictionPolicy:
@@ -361,7 +392,7 @@ def check_vllm(
     served = {}
     for method in methods:
         allocation = method.allocation(of_model, gates, config.seed)
-        served[method.name] = (allocation, cache.with_policy(method.policy))
+        served[method.name] = (allocation, method.cache(cache))
     check_served(of_model, served)
 
 
@@ -405,7 +436,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         prompt = max(len(problem.prompt_ids) for problem in problems)
         longest = max(longest, prompt + settings[name].sampling.max_new_tokens)
     for method, allocation in zip(methods, allocations, strict=True):
-        own_cache = cache.with_policy(method.policy)
+        own_cache = method.cache(cache)
         with model.decoder(allocation, own_cache, longest) as decoder:
             for name, problems in rendered.items():
                 title = f"{name} {method.name}"

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv import __version__
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes, kv_nbytes
+from rlkv.cache.plan import COMPRESSIBLE
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
@@ -283,6 +284,8 @@ def fingerprint(decoder: Decoder, problems: list[Problem], settings: RunSettings
         del compared[name]
     policy = settings.cache.eviction
     compared["cache"]["eviction"] = None if policy is None else policy.describe()
+    if settings.cache.evict_from == COMPRESSIBLE:
+        del compared["cache"]["evict_from"]  # rows of before the setting stay
     described = [[problem.key, problem.prompt, problem.reference] for problem in problems]
     return compared | {
         "full_heads": decoder.allocation.full.int().flatten().tolist(),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from torch import Tensor
@@ -55,6 +55,7 @@ MIN_EXTRA = 5
 MOST_DRAWS = 10_000
 FIXED = "fixed budget"
 POLL_SECONDS = 2.0  # between two looks at a condition that another process measures
+Item = TypeVar("Item")
 # heads that the sensitivity compresses by default: numbers in a small model, shares in a large one
 FEW_HEADS = 64
 NUMBERS = (1, 2, 3, 4, 6, 8)
@@ -71,7 +72,10 @@ ANALYSES = {
     "budget": "Eviction at matched bytes",
     "gates": "Gates",
     "ablations": "Training ablations",
+    "acceptance": "Acceptance of drafts",
 }
+# only by name: it serves another question, and not all models
+BY_NAME = ("acceptance",)
 
 # --- options
 
@@ -90,18 +94,19 @@ class StudyConfig(TaskOptions):
     ablation: tuple[str, ...] = ()
     """NAME=FILE, variants of the first method, compared with it alone"""
     analyses: tuple[str, ...] = ()
-    """sweep comparison threshold sensitivity modes lengths budget gates ablations; default: all
-    that can be done
+    """sweep comparison threshold sensitivity modes lengths budget gates ablations acceptance;
+    default: all that can be done but acceptance, which is measured by name only
     """
     oracle: Path | None = None
     """ground-truth JSON with a measured elimination order"""
     random_draws: int = 10
     """random orders of the heads, which share the problems; 0: no random heads"""
     sparsities: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6, 0.8)
-    """of the sweep, measured in this order"""
+    """of the sweep, measured in this order, and of the acceptance"""
     sizes: tuple[str, ...] = ()
     """SINK+WINDOW or prompt+WINDOW, such as 4+16 16+64 prompt+64: the sweep also measures the first
-    method with them, and gives their bytes
+    method with them, and gives their bytes; the acceptance all methods, by default with windows of
+    64, 256 and 512
     """
     compare_at: tuple[float, ...] = (0.4, 0.6)
     """sparsities of the paired comparison"""
@@ -180,9 +185,10 @@ class StudyConfig(TaskOptions):
 
     @property
     def chosen_analyses(self) -> list[str]:
-        """Return the requested analyses, or all that can be done, in the order of the report."""
+        """Return the requested analyses, or the default ones, in the order of the report."""
         possible = [name for name in ANALYSES if self.ablation or name != "ablations"]
-        return [name for name in possible if name in (self.analyses or possible)]
+        default = [name for name in possible if name not in BY_NAME]
+        return [name for name in possible if name in (self.analyses or default)]
 
     def levels(self, name: str) -> tuple[float, ...]:
         """Return the values above 0 of a field, each once, in the order given."""
@@ -238,6 +244,8 @@ class Study:
         problems, settings: of each task, by its name.
         labels: what each condition was requested as.
         outcomes: of the conditions that were measured.
+        accepted: of each task, how many positions of a problem's text a draft got right, by the
+            keys of the problem and the condition (:mod:`rlkv.evaluation.acceptance`).
     """
 
     config: StudyConfig
@@ -253,6 +261,7 @@ class Study:
     settings: dict[str, RunSettings]
     labels: dict[Condition, list[str]] = field(default_factory=dict)
     outcomes: dict[Condition, Outcome] = field(default_factory=dict)
+    accepted: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     _matches: dict[str, list[Match]] = field(default_factory=dict)
 
     @property
@@ -277,21 +286,14 @@ class Study:
         """Measure the (label, condition) ``requests`` that were not measured yet."""
         for label, condition in dict.fromkeys(requests):
             self.labels.setdefault(condition, []).append(label)
-        waiting = deque(condition for condition in self.labels if condition not in self.outcomes)
+        waiting = [condition for condition in self.labels if condition not in self.outcomes]
         total = sum(len(self._share_of(condition)) for condition in waiting)
-        in_use = 0  # conditions in a row that other processes are at
         with progress_bar(title, "problems", total) as bar:
-            while waiting:
-                condition = waiting.popleft()
-                try:
-                    self.outcomes[condition] = self._decode(condition, bar)
-                except StoreInUseError:
-                    waiting.append(condition)
-                    in_use += 1
-                    if in_use >= len(waiting):  # no other condition is free
-                        time.sleep(POLL_SECONDS)
-                    continue
-                in_use = 0
+
+            def decode(condition: Condition) -> None:
+                self.outcomes[condition] = self._decode(condition, bar)
+
+            take_turns(waiting, decode)
 
     def _share_of(self, condition: Condition) -> list[Problem]:
         first, step = condition.part or (0, 1)
@@ -440,6 +442,23 @@ class Study:
 
     def plot_file(self, analysis: str, task: str) -> Path:
         return self.config.output_dir / f"{analysis}-{task.replace(':', '_')}.png"
+
+
+def take_turns(items: Iterable[Item], work: Callable[[Item], None]) -> None:
+    """Do the work of each item, of those whose files other processes are writing later."""
+    waiting = deque(items)
+    in_use = 0  # items in a row that other processes are at
+    while waiting:
+        item = waiting.popleft()
+        try:
+            work(item)
+        except StoreInUseError:
+            waiting.append(item)
+            in_use += 1
+            if in_use >= len(waiting):  # no other item is free
+                time.sleep(POLL_SECONDS)
+            continue
+        in_use = 0
 
 
 def load_study(config: StudyConfig) -> Study:

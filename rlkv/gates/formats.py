@@ -201,10 +201,10 @@ def _from_header(header: Any, path: Path) -> dict[str, Any]:
             f"{path}: not a gates file (it does not name the format {FORMAT!r}), {EXPECTED}"
         )
     version = header.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise ValueError(
-            f"{path}: written in gates format version {version!r}, expected at most {VERSION}: "
-            "upgrade rlkv to read it"
+            f"{path}: written in gates format version {version!r}, expected 1 to {VERSION}: a "
+            "newer rlkv may read it"
         )
     try:
         arguments = {name: header[name] for name in _FIELDS}

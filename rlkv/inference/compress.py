@@ -24,6 +24,7 @@ from transformers.generation import GenerationMode
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.layer import UNCHANGED
+from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import (
@@ -183,7 +184,8 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
     """Raise ValueError for a generation that would bypass the cache or break it."""
     refuse_attentions(config.output_attentions)
     in_chunks = config.prefill_chunk_size is not None
-    protects = (settings.eviction or settings).protect_prompt
+    policy = settings.eviction
+    protects = settings.protect_prompt or (policy is not None and policy.protect_prompt)
     is_assisted = mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant
     cases = [
         (
@@ -262,6 +264,7 @@ class CompressedSession:
             stock_layers=self.default_layers,
             protect_prompt=self.settings.protect_prompt,
             heads=self.allocation.heads,
+            evict_from=self.settings.evict_from,
         )
         cache.state.limit = limit
         cache.state.planned = planned
@@ -281,7 +284,7 @@ class CompressedSession:
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(
                 f"{cache_argument()} comes from a compress(...) with another allocation, sink, "
-                "window, prefill, eviction policy or protect_prompt: start without it"
+                "window, prefill, eviction policy, evict_from or protect_prompt: start without it"
             )
         return cache
 
@@ -327,14 +330,19 @@ def resolve_allocation(
 
 
 def _check_policy(
-    gates: Gates, eviction: EvictionPolicy | None, protect_prompt: bool | None
+    gates: Gates, eviction: EvictionPolicy | None, protect_prompt: bool | None, evict_from: str
 ) -> None:
     if gates is None and eviction is None:
         raise ValueError(
             "gates and eviction are both missing: pass gates (which heads stay full), an eviction "
             "policy such as rlkv.eviction.RKV(budget=256) (what the others keep), or both"
         )
-    if protect_prompt and eviction is not None:
+    if gates is None and evict_from == FULL_HEADS:
+        raise ValueError(
+            "evict_from='full' needs gates, which say which heads are full: pass them, or leave it "
+            "out to evict from all heads"
+        )
+    if protect_prompt and eviction is not None and evict_from == COMPRESSIBLE:
         raise ValueError(
             f"protect_prompt is given together with the eviction policy {eviction.name}, which "
             "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
@@ -354,6 +362,7 @@ def compress(
     eviction: EvictionPolicy | None = None,
     record: bool = False,
     protect_prompt: bool | None = None,
+    evict_from: str = COMPRESSIBLE,
 ) -> Iterator[CompressedSession]:
     """Keep the full KV cache in the heads that need it, and a small one in all others.
 
@@ -388,6 +397,8 @@ def compress(
             first call reads; further turns are kept as generated tokens are.  A policy has a field
             of the same name instead.  None: what the gates recommend, False with a
             ``HeadAllocation``.
+        evict_from: ``"compressible"``, or ``"full"`` for two budgets: ``eviction`` is the policy of
+            the full heads, and the others keep ``sink`` and ``window``.
 
     Raises:
         ValueError: if gates and model do not belong together, the model cannot be served or is
@@ -398,15 +409,16 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     layout = check_servable(base)
-    _check_policy(gates, eviction, protect_prompt)
+    _check_policy(gates, eviction, protect_prompt, evict_from)
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
     sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
     if isinstance(gates, HeadGates):
         sizes = gates.serving(**sizes)
     given = {name: value for name, value in sizes.items() if value is not None}
-    settings = CacheSettings(prefill=prefill, **given).with_policy(eviction)
+    settings = CacheSettings(prefill=prefill, **given).with_policy(eviction, evict_from)
     allocation = resolve_allocation(base, gates, sparsity, scope)
+    settings.check_heads(allocation.num_full)
     if eviction is not None:
         warn_without_rope(base)
     stock = [number for number, layer in enumerate(layout.layers) if layer.kind != FULL]

@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 
 from rlkv.attention.mixed import fast_decoding
 from rlkv.cache import CacheSettings, HeadReallocationCache
+from rlkv.cache.plan import COMPRESSIBLE
 from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
@@ -95,8 +96,11 @@ class InferenceEngine(HFEngine):
             "prefill": settings.prefill,
             "eviction": None if self.eviction is None else self.eviction.describe(),
         }
-        if settings.protect_prompt:  # left out otherwise: answers of before the setting stay
+        # left out otherwise: answers of before the settings stay
+        if settings.protect_prompt:
             own["protect_prompt"] = True
+        if settings.evict_from != COMPRESSIBLE:
+            own["evict_from"] = settings.evict_from
         return own
 
     def encode(self, text: str) -> list[int]:
@@ -202,6 +206,7 @@ class InferenceEngine(HFEngine):
             prefill=settings.prefill,
             eviction=settings.eviction,
             protect_prompt=settings.protect_prompt,
+            evict_from=settings.evict_from,
         ) as self._session:
             try:
                 yield

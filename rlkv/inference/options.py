@@ -52,12 +52,15 @@ class CacheOptions:
     """
 
     def cache_settings(
-        self, gates: Mapping[str, HeadGates], eviction: EvictionPolicy | None = None
+        self,
+        gates: Mapping[str, HeadGates],
+        eviction: EvictionPolicy | None = None,
+        evict_from: str = "compressible",
     ) -> CacheSettings:
         """Return sizes as given, else what the gates files say (all the same), else the defaults.
 
-        Under an ``eviction`` policy, which has a field of its own for it, the prompt is not
-        protected here.
+        In the heads of an ``eviction`` policy, which has a field of its own for it, the prompt is
+        not protected here.
 
         Raises:
             ValueError: if a size is not given and the gates files, by name, say different ones.
@@ -76,7 +79,7 @@ class CacheOptions:
                 )
             default = next(iter(stated.values()), getattr(CacheSettings, name))
             found[name] = default if given is None else given
-        return CacheSettings(prefill=self.prefill, **found).with_policy(eviction)
+        return CacheSettings(prefill=self.prefill, **found).with_policy(eviction, evict_from)
 
 
 @dataclass(frozen=True, kw_only=True)

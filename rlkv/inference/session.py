@@ -25,6 +25,7 @@ from rlkv.utils.store import check_output, open_store
 from rlkv.verifier import is_correct
 
 if TYPE_CHECKING:
+    from rlkv.cache import CacheSettings
     from rlkv.eviction.base import EvictionPolicy
 
 FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
@@ -43,6 +44,9 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """share of KV heads to compress, 0 to 1; with gates the default is 0.5"""
     eviction: str | None = None
     """what compressible heads keep; by default the first tokens (sinks) and a window of the last"""
+    evict_from: Literal["compressible", "full"] = "compressible"
+    """full: --eviction is of the full heads, and the others keep sinks and a window (two budgets)
+    """
     budget: int | None = None
     """entries per head that --eviction keeps"""
     ratio: float | None = None
@@ -129,7 +133,12 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
                 "--budget, --ratio and --eviction-option need --eviction, the policy that they are "
                 "for"
             )
-        if self.eviction is not None and any(value is not None for value in of_window):
+        if self.eviction is None and self.evict_from == "full":
+            raise ValueError(
+                "--evict-from full needs --eviction, the policy by which full heads drop tokens"
+            )
+        takes_all = self.eviction is not None and self.evict_from == "compressible"
+        if takes_all and any(value is not None for value in of_window):
             raise ValueError(
                 "--sink, --window and --protect-prompt do not apply with --eviction: use the "
                 "fields of the policy, such as --eviction-option sink=4 protect_prompt=true"
@@ -146,6 +155,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError(
                 "--sparsity needs --gates: without them --eviction drops tokens in all heads"
             )
+        if self.evict_from == "full":
+            raise ValueError("--evict-from full needs --gates, which say which heads are full")
         if self.backend == "vllm":
             raise ValueError("--backend vllm needs --gates; for all heads, --sparsity 1")
         if self.model is None:
@@ -160,6 +171,10 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError(
                 "--prefill published does not work with --backend vllm: use full or local"
             )
+        if self.evict_from == "full":
+            raise ValueError(
+                "--evict-from full does not work with --backend vllm: use the backend hf"
+            )
         if self.device != "auto":
             raise ValueError(
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
@@ -171,7 +186,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             )
 
     def policy(self) -> EvictionPolicy | None:
-        """Return the eviction policy of the compressible heads; None: they keep a window.
+        """Return the eviction policy; None: no head has one.
 
         Raises:
             ValueError: for an unknown policy or option, and values that the policy refuses.
@@ -226,12 +241,14 @@ class InferSession:
 
     Attributes:
         engine: an :class:`InferenceEngine`, or a :class:`rlkv.vllm.engine.ServingEngine`.
+        cache: what the heads keep.
         problems: those of ``config.input``, else none.
         settings: what completions depend on in addition to their prompts.
     """
 
     config: InferConfig
     engine: Any
+    cache: CacheSettings
     sampling: SamplingParams
     template: str
     problems: list[dict[str, Any]]
@@ -254,7 +271,9 @@ class InferSession:
             allocation = HeadAllocation.from_gates(gates, sparsity, config.scope)
         prefill = config.prefill or ("local" if config.backend == "vllm" else "full")
         of_gates = {} if gates is None else {"": gates}
-        cache = replace(config, prefill=prefill).cache_settings(of_gates, policy)
+        cache = replace(config, prefill=prefill).cache_settings(of_gates, policy, config.evict_from)
+        if allocation is not None:
+            cache.check_heads(allocation.num_full)
         model = config.model
         if model is None and gates is not None and gates.model is not None:
             model = gates.model.model_id
@@ -305,18 +324,20 @@ class InferSession:
             **engine.describe(),
         }
         sampling = replace(sampling, max_new_tokens=longest)
-        return cls(config, engine, sampling, template, problems, settings)
+        return cls(config, engine, cache, sampling, template, problems, settings)
 
     def heads(self) -> str:
         """Say how many heads are full and compressible, for summaries."""
         allocation = self.engine.allocation
-        kept = ""
-        if self.engine.eviction is not None:
-            kept = f" ({self.engine.eviction.name})"
-        elif self.engine.settings.protect_prompt:
-            kept = " (prompt kept)"
+        kept = []
+        for is_full in (True, False):
+            policy = self.cache.policy_of(is_full)
+            kept.append("" if policy is None else f" ({policy.name})")
+        if self.cache.protect_prompt:
+            kept[1] = " (prompt kept)"
         return (
-            f"heads: {allocation.num_full} full, {allocation.num_compressible} compressible{kept}"
+            f"heads: {allocation.num_full} full{kept[0]}, "
+            f"{allocation.num_compressible} compressible{kept[1]}"
         )
 
     def render(self, problem: str) -> str:

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from rlkv.attention import LocalSizes
 from rlkv.attention.softmax import Softmax
 from rlkv.utils.devices import moved
+from rlkv.vllm.aligned import AlignedBuilder
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import (
     QUERIES_AT_ONCE,
@@ -365,13 +366,13 @@ def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
     return vllm_config.compilation_config.static_forward_context[name]
 
 
-def full_backend(stock: Attention) -> type[AttentionBackend]:
-    """Return the backend of full heads.
+def full_backend(stock: Attention, aligned: bool = False) -> type[AttentionBackend]:
+    """Return the backend of full heads, or of compressible ones with aligned windows.
 
     It is the engine's for the ``stock`` layer, if its metadata suit any number of heads.
     """
     if current_platform.is_cpu():
-        return FullCPUBackend
+        return AlignedCPUBackend if aligned else FullCPUBackend
     chosen: Any = stock.attn_backend
     if chosen.get_name() not in ANY_HEADS:
         chosen = TritonAttentionBackend
@@ -385,10 +386,13 @@ def full_backend(stock: Attention) -> type[AttentionBackend]:
             # its own
             return super().build(common_prefix_len, common_attn_metadata, fast_build=True)
 
+    class AlignedStockBuilder(AlignedBuilder, FullBuilder):
+        pass
+
     class FullBackend(chosen):
         @staticmethod
         def get_builder_cls() -> Any:
-            return FullBuilder
+            return AlignedStockBuilder if aligned else FullBuilder
 
     return FullBackend
 
@@ -420,6 +424,16 @@ class FullCPUBackend(BackendParts, CPUAttentionBackend):
     name = CPUAttentionBackend.get_name()
 
 
+class AlignedCPUBuilder(AlignedBuilder, FullCPUBuilder):
+    pass
+
+
+class AlignedCPUBackend(FullCPUBackend):
+    """The same kernels over tables that are cut to the blocks of sinks and window."""
+
+    builder = AlignedCPUBuilder
+
+
 class PooledCPUBackend(BackendParts, CPUAttentionBackend):
     """The stock CPU kernels in a pool of bins, for layers without gates."""
 
@@ -434,8 +448,10 @@ def pooled_backend(stock: Attention) -> type[AttentionBackend]:
     return PooledCPUBackend if current_platform.is_cpu() else stock.attn_backend
 
 
-def local_backend() -> type[AttentionBackend]:
+def local_backend(stock: Attention, rules: GapRules) -> type[AttentionBackend]:
     """Return the backend of sinks and a window on this platform."""
+    if rules.aligned:
+        return full_backend(stock, aligned=True)
     return LocalTorchBackend if current_platform.is_cpu() else LocalTritonBackend
 
 

@@ -39,7 +39,7 @@ from rlkv.rollout.decoding import Row, StopRule
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import OtherLayer, plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
-from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED_KEY, ServingSettings
+from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED_KEY, ServingSettings, resolve_settings
 
 _ENVIRONMENT = {
     # the engine lives in this process; "1" gives it one of its own
@@ -397,7 +397,7 @@ class ServingEngine(VLLMEngine):
         shape = ModelShape.from_config(config.model_config.hf_config)
         block_size, least, others = self._call_worker("rlkv_pool")
         self.plans = plan_heads(
-            settings,
+            resolve_settings(config),
             block_size,
             shape.num_query_heads // shape.num_kv_heads,
             self.max_positions,

@@ -19,18 +19,19 @@ from vllm.model_executor.models.registry import _VLLM_MODELS
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import mixed_backend
+from rlkv.vllm.configuration import check_engine
 from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import (
     MIXED_KEY,
     ROLLOUT,
     SERVED,
     asks_for_rollout,
-    check_engine,
+    parse_settings,
     read_request,
 )
 
 if TYPE_CHECKING:
-    from rlkv.vllm.reallocation import HeadOrder
+    from rlkv.vllm.head_order import HeadOrder
 
 GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_heads]
 
@@ -110,10 +111,17 @@ class _Dispatch:
         if asks_for_rollout(vllm_config.additional_config):
             check_version()
             attach_mixed(self, vllm_config)
-        elif read_request(vllm_config.additional_config) is not None:
-            from rlkv.vllm.reallocation import attach_reallocation
+            return
+        request = read_request(vllm_config.additional_config)
+        if request is None:
+            return
+        from rlkv.vllm.keep import attach_keep
+        from rlkv.vllm.reallocation import attach_reallocation
 
-            check_version()
+        check_version()
+        if parse_settings(request).keeps:
+            attach_keep(self, vllm_config)
+        else:
             self.rlkv = attach_reallocation(self, vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

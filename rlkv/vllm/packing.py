@@ -42,19 +42,28 @@ class BlockDemand(ABC):
 
 @dataclass(frozen=True)
 class SinkWindowDemand(BlockDemand):
-    """Blocks of sinks and a window; ``protect_prompt``: of the first tokens at least the prompt."""
+    """Blocks of sinks and a window; ``protect_prompt``: of the first tokens at least the prompt.
+
+    ``keep_prompt_window``: also the window before the last place of the prompt at which a later
+    request with the same prompt can go on.
+    """
 
     sink: int
     window: int
     protect_prompt: bool = False
+    keep_prompt_window: bool = False
 
     def prefix(self, prompt: int) -> int:
         """Return the first tokens that are kept of a request with a prompt of so many tokens."""
         return max(self.sink, prompt) if self.protect_prompt else self.sink
 
     def compressible(self, tokens: int, prompt: int = 0) -> int:
+        first = self.full(self.prefix(prompt))
         # the window may begin anywhere in a block
-        kept = self.full(self.prefix(prompt)) + self.full(self.window - 1) + 1
+        kept = first + self.full(self.window - 1) + 1
+        if self.keep_prompt_window:
+            last = (prompt - 1) // self.block_size  # the last token is read again
+            kept += max(0, min(last - first, self.full(self.window - 1)))
         return min(self.full(tokens), kept)
 
 
@@ -261,14 +270,14 @@ class PackingPlan:
         ideal = self.ideal(tokens, prompt) * entry_bytes
         full = self.uncompressed(tokens) * entry_bytes
         where = " in its layers with full attention" if self.least else ""
-        protected = f", of which {prompt:,} in a protected prompt," if prompt else ""
+        kept = f", of which {prompt:,} in its prompt," if prompt else ""
         tables = ", ".join(
             f"{len(own.heads)} heads x {own.demand.block_size} tokens" for own in self.bins
         )
         return (
             f"{self.num_heads(True)} full and {self.num_heads(False)} compressible heads in "
             f"{len(self.bins)} block "
-            f"tables ({tables}); a request of {tokens:,} tokens{protected} holds {held:,} bytes of "
+            f"tables ({tables}); a request of {tokens:,} tokens{kept} holds {held:,} bytes of "
             f"KV{where}, the full cache would hold {full:,} ({held / full:.3f}; without any waste "
             f"{ideal / full:.3f}): {full / held:.2f} times the tokens in the same pool"
         )
@@ -306,7 +315,11 @@ def plan_heads(
         assert settings.sink is not None
         assert settings.window is not None
         demand: BlockDemand = SinkWindowDemand(
-            block_size, settings.sink, settings.window, bool(settings.protect_prompt)
+            block_size,
+            settings.sink,
+            settings.window,
+            bool(settings.protect_prompt),
+            bool(settings.keep_prompt_window),
         )
     else:
         demand = BufferDemand.of(policy, block_size, group_size)

@@ -33,11 +33,13 @@ class GapRules:
         demand: what is kept.
         longest: tokens of the longest text.
         full_prefill: whether prompts are read in full, and not kept.
+        aligned: whether a query sees whole blocks (:mod:`rlkv.vllm.aligned`).
     """
 
     demand: SinkWindowDemand
     longest: int
     full_prefill: bool = False
+    aligned: bool = False
 
     def width(self, queries: int, prompt: int = 0) -> int:
         """Return the blocks that a request can need with so many queries in a step.

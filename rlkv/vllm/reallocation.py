@@ -1,4 +1,4 @@
-"""Head reallocation in a stock model: bins as attention layers, split attention, order of weights.
+"""Head reallocation in a stock model: bins as attention layers, split attention.
 
 The heads of one bin, of all layers, are one attention layer of the engine: one KV tensor, spec and
 block table.
@@ -6,9 +6,8 @@ block table.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,15 +19,27 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm.utils.torch_utils import _encode_layer_name as encode_layer_name
 from vllm.utils.torch_utils import _resolve_layer_name as resolve_layer_name
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from rlkv.attention.softmax import Softmax
 from rlkv.models.layout import Layout
 from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
+from rlkv.vllm.check import (
+    ReachabilityCheck,
+    Row,
+    SeenTokens,
+    rows_of_reads,
+    rows_of_tables,
+    start_check,
+)
+from rlkv.vllm.configuration import check_engine
 from rlkv.vllm.evicting import Eviction, evicting_backend
+from rlkv.vllm.head_order import HeadOrder
 from rlkv.vllm.packing import (
     Bin,
     BufferDemand,
@@ -39,7 +50,7 @@ from rlkv.vllm.packing import (
     plan_heads,
 )
 from rlkv.vllm.paged import GapRules
-from rlkv.vllm.settings import ServingSettings, check_engine, resolve_settings
+from rlkv.vllm.settings import ServingSettings, resolve_settings
 from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 
 
@@ -51,6 +62,8 @@ class BinAttention(Attention):
     """
 
     parts: tuple[PartAttention, ...] = ()
+    settings: ServingSettings
+    check: ReachabilityCheck | None = None
     # called with the number of blocks when the engine has its pool
     on_pool: Callable[[int], None] | None = None
     _kv_cache: Tensor
@@ -73,8 +86,11 @@ class BinAttention(Attention):
         """
         if own.full:
             backend = full_backend(stock)
+        elif isinstance(kept, Eviction):
+            backend = evicting_backend()
         else:
-            backend = evicting_backend() if isinstance(kept, Eviction) else local_backend()
+            assert kept is not None, "what compressible heads keep"
+            backend = local_backend(stock, kept)
         super().__init__(
             own.largest_part * stock.num_heads // stock.num_kv_heads,
             stock.head_size,
@@ -173,6 +189,37 @@ class PartAttention:
         if self.writes_first and slots is not None:
             self.impl.do_kv_cache_update(own, key, value, self.kv_cache, slots)
         self.impl.forward(own, query, key, value, self.kv_cache, metadata, output)
+        if own.check is not None and metadata is not None:
+            self._check(own, metadata, slots, (query, key, value), output)
+
+    def _check(
+        self,
+        own: BinAttention,
+        metadata: Any,
+        slots: Tensor,
+        states: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+    ) -> None:
+        check = own.check
+        assert check is not None
+        blocks, _, size, _ = self.kv_cache.shape
+        entries = blocks * size
+
+        def rows() -> Iterator[Row]:
+            if isinstance(metadata, tuple):
+                _, reads, prompts = metadata
+                return rows_of_reads(reads, prompts, slots)
+            return rows_of_tables(metadata, size)
+
+        block = None
+        if isinstance(own.kept, GapRules):
+            block = size if own.kept.aligned else 1
+        seen = SeenTokens(own.settings, block)
+        check.write(self.bin_name, entries, slots)
+        check.compare(self.bin_name, None, rows(), len(own.bin.heads), seen)
+        softmax = Softmax(self.impl.scale, sinks_N=getattr(self.impl, "sinks", None))
+        name = f"{self.bin_name}, heads from {self.first} on"
+        check.recompute(name, entries, slots, states, rows(), softmax, output)
 
 
 class SplitAttention(nn.Module):
@@ -243,117 +290,6 @@ direct_register_custom_op(
     fake_impl=_split_attention_fake,
 )
 
-_ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention)\.(.+)$")
-_PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
-# the same for all heads of a layer
-_NEITHER = re.compile(r"([qk]_norm\.weight|rotary_emb\.inv_freq)$")
-_OUTPUTS_FIRST = (
-    "weight",
-    "bias",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_packed",
-    "weight_zero_point",
-)
-_INPUTS_FIRST = ("qweight", "qzeros", "scales")  # AWQ and GPTQ
-_OF_ALL_HEADS = (
-    "weight_shape",
-    "weight_global_scale",
-    "input_scale",
-    "input_global_scale",
-    "input_zero_point",
-)
-_GROUPS = ("g_idx", "weight_g_idx")  # the group of each input
-
-
-@dataclass(frozen=True)
-class HeadOrder:
-    """How the heads of a model were dealt out.
-
-    Attributes:
-        heads: the KV heads of each layer with gates, in the order of ranks, and of parts in a rank.
-        group_size: query heads for each KV head.
-        head_size: of a query head, and of a KV head.
-        gates_outputs: whether queries are projected together with gates of attention's outputs.
-    """
-
-    heads: Mapping[int, list[int]]
-    group_size: int
-    head_size: int
-    gates_outputs: bool = False
-
-    def reordered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors, whole: the engine cuts its rank's shard out of them.
-
-        Raises:
-            ValueError: for a tensor of an attention layer whose heads are not known, or not whole.
-        """
-        for name, tensor in weights:
-            found = _ATTENTION.search(name)
-            own = found is not None and int(found[1]) in self.heads
-            if found is None or not own or _NEITHER.match(found[2]):
-                yield name, tensor
-                continue
-            if found[2] == "sinks":  # one for each query head
-                yield name, tensor.view(-1, self.group_size)[self.heads[int(found[1])]].flatten()
-                continue
-            projection = _PROJECTION.match(found[2])
-            if projection is None:
-                raise ValueError(
-                    f"rlkv: {name}: head reallocation does not know which heads this tensor has"
-                )
-            yield name, self._reorder(tensor, int(found[1]), projection[1], projection[2], name)
-
-    def _reorder(self, tensor: Tensor, layer: int, projection: str, kind: str, name: str) -> Tensor:
-        if kind in _OF_ALL_HEADS:
-            return tensor
-        if kind in _GROUPS:
-            if projection == "o" and not bool((tensor[1:] >= tensor[:-1]).all()):
-                raise ValueError(
-                    f"rlkv: {name}: head reallocation needs weights that were quantised without "
-                    "desc_act"
-                )
-            return tensor
-        if kind not in _OUTPUTS_FIRST + _INPUTS_FIRST:
-            raise ValueError(
-                f"rlkv: {name}: head reallocation does not know the order of heads in a {kind}"
-            )
-        dim = int((projection == "o") == (kind in _OUTPUTS_FIRST))
-        if tensor.dim() <= dim or tensor.shape[dim] == 1:  # one number for all heads
-            return tensor
-        pieces = torch.tensor(self._pieces(layer, projection), device=tensor.device)
-        outputs = len(pieces) * self.head_size * (self.group_size if projection in "qo" else 1)
-        if projection == "q" and self.gates_outputs:  # a gate of each output next to its query
-            outputs *= 2
-        group, rest = divmod(outputs, tensor.shape[dim])
-        # groups have powers of two: with another quotient the last group is cut off, and some
-        # reach over heads
-        if tensor.shape[dim] % len(pieces) or rest or group & (group - 1):
-            raise ValueError(
-                f"rlkv: {name}: {tensor.shape[dim]} entries do not divide by {len(pieces)} heads, "
-                "because groups of quantised weights reach over several heads: serve weights with "
-                "smaller groups"
-            )
-        # some types of numbers can only be moved as bytes
-        plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        moved = plain.unflatten(dim, (len(pieces), -1)).index_select(dim, pieces)
-        return moved.flatten(dim, dim + 1).view(tensor.dtype)
-
-    def _pieces(self, layer: int, projection: str) -> list[int]:
-        """Number the pieces in their served order; ``q`` and ``o`` have groups of query heads."""
-        heads = list(self.heads[layer])
-        if projection != "qkv":
-            return heads
-        # query heads, then key heads, then value heads, one piece each
-        order: list[int] = []
-        for head in heads:
-            order += range(head * self.group_size, (head + 1) * self.group_size)
-        keys = len(heads) * self.group_size
-        order += [keys + head for head in heads]
-        order += [keys + len(heads) + head for head in heads]
-        return order
-
-
 logger = init_logger(f"vllm.{__name__}")  # the engine shows what its own loggers say
 
 
@@ -368,11 +304,9 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
+    check = start_check(settings)
     gated = Layout.from_config(vllm_config.model_config.hf_config).gated
-    layers = []
-    for number in gated:
-        layer = model.model.layers[number]
-        layers.append(layer.self_attn if hasattr(layer, "self_attn") else layer.attn)
+    layers = gated_layers(model, vllm_config)
     check_layers([layer.attn for layer in layers])
     stock = layers[0].attn
     others = keep_others([layer.attn for layer in layers], vllm_config)
@@ -394,6 +328,8 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     bins = []
     for number, own in enumerate(plan.bins):
         bins.append(BinAttention(stock, number, own, kept, vllm_config, page if states else None))
+        bins[-1].settings = settings
+        bins[-1].check = check
     model.rlkv_bins = nn.ModuleList(bins)
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
     model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
@@ -411,14 +347,38 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
-    bins[0].on_pool = lambda blocks: logger.info(
-        "rlkv: %s%s", where, plan.capacity(blocks, *amounts)
-    )
+    rows = vllm_config.scheduler_config.max_num_seqs
+    learned = getattr(stock.impl, "sinks", None)
+    # other layers are in the same pool
+    can_keep = settings.eviction is None and learned is None and not others
+    can_keep = can_keep and current_platform.is_cpu()
+
+    def say_pool(blocks: int) -> None:
+        logger.info("rlkv: %s%s", where, plan.capacity(blocks, *amounts))
+        is_ample = rows * plan.uncompressed(longest) <= blocks * plan.block_entries
+        if is_ample and can_keep:
+            logger.info(
+                "rlkv: the full cache of %d requests of %d tokens would fit too: where memory is "
+                "not the limit, mode 'keep' reads as little from the engine's own blocks",
+                rows,
+                longest,
+            )
+
+    bins[0].on_pool = say_pool
     order = {}
     for number, layer in enumerate(gated):
         order[layer] = [head for own in plans for head in own.head_order(number)]
     gates_outputs = getattr(layers[0], "attn_output_gate", False)
     return HeadOrder(order, group_size, stock.head_size, gates_outputs)
+
+
+def gated_layers(model: Any, vllm_config: Any) -> list[Any]:
+    """Return the modules whose ``attn`` is the attention of a layer with gates."""
+    layers = []
+    for number in Layout.from_config(vllm_config.model_config.hf_config).gated:
+        layer = model.model.layers[number]
+        layers.append(layer.self_attn if hasattr(layer, "self_attn") else layer.attn)
+    return layers
 
 
 def keep_others(replaced: Sequence[Attention], vllm_config: Any) -> list[AttentionLayerBase]:
@@ -494,7 +454,8 @@ def _what_is_kept(
     if demand is None:
         return None
     if isinstance(demand, SinkWindowDemand):
-        return GapRules(demand, longest, settings.whole_prompts)
+        aligned = bool(settings.aligned_windows)
+        return GapRules(demand, longest, settings.whole_prompts, aligned)
     policy = settings.policy()
     assert policy is not None
     assert isinstance(demand, BufferDemand)

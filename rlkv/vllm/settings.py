@@ -8,15 +8,14 @@ engine's configuration: no other process needs the gates file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlkv.gates.allocation import HeadAllocation, num_full_heads
-from rlkv.models.layout import Layout
+from rlkv.gates.allocation import HeadAllocation
 from rlkv.utils.numbers import check_number, check_whole
 
 if TYPE_CHECKING:
@@ -55,8 +54,13 @@ FULL = "full"
 LOCAL = "local"
 PREFILLS = (LOCAL, FULL)
 
+# what head reallocation saves: bytes that are held, or bytes that are read
+MEMORY = "memory"
+KEEP = "keep"
+
 ELSEWHERE = "transformers (rlkv-infer --backend hf, rlkv-eval --engine hf)"
 REALLOCATION = "head reallocation"
+KEEPING = "mode 'keep'"
 ROLLOUT = "a mixed-attention rollout"
 
 
@@ -82,6 +86,13 @@ class ServingSettings:
             256}``.
         protect_prompt: compressible heads also keep every token of the prompt (sinks and window
             only); default: what the gates file states for deployment.
+        aligned_windows: compressible heads see the whole blocks that hold sinks and window, which
+            stock kernels read without a mask, instead of exactly these tokens.
+        mode: ``memory``: compressible heads hold less.  ``keep``: all heads hold everything, in the
+            engine's own blocks, and compressible ones read less (aligned windows only).
+        keep_prompt_window: while a request runs, compressible heads also keep the window at whose
+            end a request with the same prompt can go on (prefix caching of sinks and window
+            only); default: whether prefixes are cached.
     """
 
     gates: str | None = None
@@ -95,6 +106,9 @@ class ServingSettings:
     reference_prompt: int = 256
     eviction: Mapping[str, Any] | None = None
     protect_prompt: bool | None = None
+    aligned_windows: bool | None = None
+    mode: str = MEMORY
+    keep_prompt_window: bool | None = None
 
     def __post_init__(self) -> None:
         if self.full is None:
@@ -115,14 +129,32 @@ class ServingSettings:
             ("scope", ("global", "layer")),
             ("prefill", PREFILLS),
             ("protect_prompt", (None, False, True)),
+            ("aligned_windows", (None, False, True)),
+            ("mode", (MEMORY, KEEP)),
+            ("keep_prompt_window", (None, False, True)),
         ):
             value = getattr(self, name)
             if value not in choices:
                 allowed = " or ".join(str(choice) for choice in choices)
                 raise ValueError(f"rlkv: {name} is {value!r}: it must be {allowed}")
+        if self.keeps and self.aligned_windows is False:
+            raise ValueError(
+                "rlkv: mode 'keep' reads whole blocks: leave aligned_windows out, or use mode "
+                "'memory'"
+            )
+        if self.keeps and self.keep_prompt_window:
+            raise ValueError(
+                "rlkv: mode 'keep' keeps every block: leave keep_prompt_window out, or use mode "
+                "'memory'"
+            )
         policy = self.policy()
         if policy is not None:
             self._check_eviction(policy)
+        elif self.full is not None and None in (self.sink, self.window):
+            raise ValueError(
+                "rlkv: full comes without gates, which would state sink and window: give both, or "
+                "eviction"
+            )
 
     def _check_eviction(self, policy: EvictionPolicy) -> None:
         unserved = "is not served by the vLLM plugin"
@@ -130,6 +162,11 @@ class ServingSettings:
             wrong = (
                 "sink, window and protect_prompt do not apply with eviction: use the policy's own "
                 "fields"
+            )
+        elif self.keeps or self.aligned_windows:
+            wrong = (
+                "mode 'keep' and aligned_windows do not apply with eviction, which drops tokens "
+                "one by one: leave them out"
             )
         elif self.prefill == FULL:
             wrong = (
@@ -157,7 +194,16 @@ class ServingSettings:
 
     @classmethod
     def of(cls, allocation: HeadAllocation, cache: CacheSettings) -> ServingSettings:
-        """Resolve an allocation and what its compressible heads keep."""
+        """Resolve an allocation and what its compressible heads keep.
+
+        Raises:
+            ValueError: if full heads evict.
+        """
+        if cache.policy_of(True) is not None:
+            raise ValueError(
+                "rlkv: a policy that evicts from full heads is not served: decode with "
+                "transformers, or let it evict from compressible heads"
+            )
         rows = zip(allocation.full.tolist(), allocation.gated.sum(1).tolist(), strict=True)
         full = tuple("".join("01"[kept] for kept in row[:heads]) for row, heads in rows)
         if cache.eviction is not None:
@@ -184,7 +230,7 @@ class ServingSettings:
 
         assert self.gates is not None
         assert self.sparsity is not None
-        if ranks > 1 and self.scope == "layer":
+        if ranks > 1 and self.scope == "layer" and not self.keeps:
             raise ValueError(
                 "rlkv: scope 'layer' is not served with tensor parallelism: leave it out, or use "
                 "one rank"
@@ -197,10 +243,18 @@ class ServingSettings:
         )
         cache = CacheSettings(prefill=self.prefill, **sizes).with_policy(self.policy())
         return replace(
-            self.of(asked.rounded_up(gates, ranks), cache),
+            self.of(asked if self.keeps else asked.rounded_up(gates, ranks), cache),
             reference_tokens=self.reference_tokens,
             reference_prompt=self.reference_prompt,
+            aligned_windows=self.aligned_windows,
+            mode=self.mode,
+            keep_prompt_window=self.keep_prompt_window,
         )
+
+    @property
+    def keeps(self) -> bool:
+        """True if all heads hold everything."""
+        return self.mode == KEEP
 
     @property
     def whole_prompts(self) -> bool:
@@ -216,7 +270,8 @@ class ServingSettings:
         longest: tokens of the longest text.
         """
         tokens = min(self.reference_tokens, longest)
-        return tokens, min(self.reference_prompt, tokens) if self.protect_prompt else 0
+        kept = self.protect_prompt or self.keep_prompt_window
+        return tokens, min(self.reference_prompt, tokens) if kept else 0
 
     @property
     def allocation(self) -> HeadAllocation:
@@ -301,6 +356,15 @@ def parse_settings(request: Mapping[str, Any]) -> ServingSettings:
     return ServingSettings(**request)
 
 
+def resolve_settings(vllm_config: Any) -> ServingSettings:
+    """Return the settings of an engine that was asked for head reallocation."""
+    request = read_request(vllm_config.additional_config)
+    assert request is not None
+    return parse_settings(request).resolved(
+        vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+    )
+
+
 def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
     """Deal the KV heads of every layer to ranks.
 
@@ -336,209 +400,3 @@ def deal_heads(full_LH: Tensor, ranks: int) -> Tensor:
             dealt[rank, layer] = torch.cat([own, rest[:missing]]).sort().values
             rest = rest[missing:]
     return dealt
-
-
-# formats of quantised weights in which whole heads are known to move
-_AWQ = ("awq", "awq_marlin", "auto_awq")
-_GPTQ = ("gptq", "gptq_marlin", "auto_gptq")
-QUANTISED = (*_AWQ, *_GPTQ, "compressed-tensors", "fp8")
-# written to parameters as they are
-NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
-# what an adapter would have to reorder
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-
-
-def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
-    """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
-    found = [*_unsupported(vllm_config)]
-    architecture = vllm_config.model_config.architecture
-    if feature == REALLOCATION:
-        found += _unsupported_by_reallocation(vllm_config)
-    elif architecture not in ARCHITECTURES:
-        found.append(f"{architecture}: sample {', '.join(ARCHITECTURES)}, or with --rollout hf")
-    elif vllm_config.parallel_config.tensor_parallel_size != 1:  # gates are those of all heads
-        found.append("tensor parallelism: run one engine per GPU")
-    if found:
-        raise ValueError(f"rlkv: {feature} does not work with {found[0]}")
-
-
-def _unsupported(engine: Any) -> Iterator[str]:
-    """Yield the settings that do not work with rlkv, each with what to do about it."""
-    parallel = engine.parallel_config
-    cache = engine.cache_config
-    if parallel.pipeline_parallel_size != 1:
-        yield (
-            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}): "
-            "use --tensor-parallel-size"
-        )
-    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
-        yield (
-            "context parallelism: leave out --decode-context-parallel-size and "
-            "--prefill-context-parallel-size"
-        )
-    if engine.speculative_config is not None:
-        yield "speculative decoding: leave out --speculative-config"
-    if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        yield f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype}): leave it at auto"
-    if engine.kv_transfer_config is not None:
-        yield "KV connectors: leave out --kv-transfer-config"
-    if cache.kv_offloading_size is not None:
-        yield "offloading of the KV cache: leave out --kv-offloading-size"
-    if getattr(engine.model_config.hf_text_config, "dual_chunk_attention_config", None):
-        yield "dual chunk attention: remove dual_chunk_attention_config from the model's config"
-    graphs = engine.compilation_config.cudagraph_mode
-    captures = graphs is not None and graphs.name != "NONE"
-    # where the engine notes its own decision; such graphs break at the engine's own operators only,
-    # and would capture work of the host
-    if captures and os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1":
-        yield (
-            "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 "
-            "may switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
-        )
-
-
-def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
-    """Yield the same for settings of weights that are reordered, and of blocks."""
-    quantised = engine.quant_config
-    if quantised is not None and quantised.get_name() not in QUANTISED:
-        yield (
-            f"quantised weights of format {engine.model_config.quantization}, whose heads it "
-            f"cannot reorder: serve one of {', '.join(QUANTISED)}, or a checkpoint in float32, "
-            "bfloat16 or float16"
-        )
-    if engine.lora_config is not None:
-        adapted = getattr(engine.lora_config, "target_modules", None) or PROJECTIONS
-        if any(name.rsplit(".")[-1] in PROJECTIONS for name in adapted):
-            yield (
-                "LoRA adapters of attention, whose heads are reordered: merge the adapter into the "
-                "model, or name the modules of an adapter of others with --lora-target-modules "
-                "gate_proj up_proj down_proj"
-            )
-    heads = engine.model_config.get_total_num_kv_heads()
-    ranks = engine.parallel_config.tensor_parallel_size
-    if heads % ranks:
-        yield (
-            f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of "
-            f"{heads}"
-        )
-    load_format = str(engine.load_config.load_format)
-    if load_format in NOT_REORDERED:
-        yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"
-    if engine.scheduler_config.disable_hybrid_kv_cache_manager:
-        yield (
-            "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
-            "saves memory"
-        )
-    if engine.cache_config.sliding_window is not None:
-        yield "sliding windows in all layers: their heads have no full cache to reallocate"
-    if engine.model_config.is_hybrid and engine.cache_config.enable_prefix_caching:
-        yield "prefix caching of linear layers: pass --no-enable-prefix-caching"
-    if engine.cache_config.kv_sharing_fast_prefill:
-        yield "--kv-sharing-fast-prefill: leave it out"
-
-
-def prepare_engine(vllm_config: Any) -> float | None:
-    """Resolve what was asked for, and switch off what contradicts it.
-
-    The resolved settings are noted in ``additional_config``, which reaches every process of the
-    engine, and its compilation cache.
-
-    Returns:
-        The sparsity if this process reports on ``/metrics`` what is held and saved, else None.
-
-    Raises:
-        ValueError: for wrong settings, gates that do not fit the model, a model that is not served,
-            and ``prefill: full`` where a prompt may be longer than a step.
-    """
-    model = vllm_config.model_config
-    request = read_request(vllm_config.additional_config)
-    if model is None or request is None or asks_for_rollout(vllm_config.additional_config):
-        return None
-    if model.architecture not in SERVED:
-        raise ValueError(
-            "rlkv: head reallocation does not work with a model of architecture "
-            f"{model.architecture}: serve one of {', '.join(SERVED)}, or leave the rlkv settings "
-            "out"
-        )
-    check_engine(vllm_config)
-    settings = resolve_settings(vllm_config)
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if settings.eviction and model.architecture == LEARNED_SINKS:
-        raise ValueError(
-            "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
-            "know: leave eviction out"
-        )
-    assert settings.full is not None
-    found = [len(row) for row in settings.full]
-    heads = list(Layout.from_config(model.hf_config).heads)
-    if found != heads:
-        raise ValueError(
-            f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
-            f"{heads} with full attention"
-        )
-    # refuses an uneven allocation before any process starts
-    deal_heads(settings.full_LH, ranks)
-    if isinstance(vllm_config.additional_config, dict):
-        resolved = {KEY: settings.to_request()}
-        vllm_config.additional_config = vllm_config.additional_config | resolved
-    _adapt(vllm_config, settings, rounding(request, settings, ranks))
-    # with "full" another process has resolved them, or they are not a server's
-    return None if "full" in request else settings.allocation.sparsity
-
-
-def resolve_settings(vllm_config: Any) -> ServingSettings:
-    """Return the settings of an engine that was asked for head reallocation."""
-    request = read_request(vllm_config.additional_config)
-    assert request is not None
-    return parse_settings(request).resolved(
-        vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-    )
-
-
-def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
-    """Say in a sentence what equal shares of ``ranks`` ranks cost; None: nothing."""
-    own = settings.allocation
-    asked = request.get("sparsity")
-    heads = int(own.gated.sum())
-    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, heads):
-        return None
-    return (
-        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {heads} KV heads are "
-        f"full, a multiple of the {ranks} ranks"
-    )
-
-
-def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
-    """Switch off what is on by default and contradicts the settings, with a warning each."""
-    from vllm.logger import init_logger
-
-    logger = init_logger(f"vllm.{__name__}")
-    cache = vllm_config.cache_config
-    scheduler = vllm_config.scheduler_config
-    if rounded:
-        logger.warning("rlkv: %s", rounded)
-    if settings.whole_prompts:
-        _check_steps(scheduler, vllm_config.model_config.max_model_len)
-        if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
-            scheduler.enable_chunked_prefill = False
-            scheduler.long_prefill_token_threshold = 0
-            logger.warning(
-                "rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is "
-                "switched off"
-            )
-    if cache.enable_prefix_caching and (settings.whole_prompts or settings.eviction):
-        cache.enable_prefix_caching = False
-        read = "cached answers were not read in full"
-        why = "eviction keeps no prefixes" if settings.eviction else read
-        logger.warning("rlkv: %s, so prefix caching is switched off", why)
-
-
-def _check_steps(scheduler: Any, longest: int) -> None:
-    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
-        tokens = getattr(scheduler, name, None)
-        if tokens is not None and tokens < longest:
-            raise ValueError(
-                f"rlkv: prefill 'full' reads every prompt in one step, but a step has {tokens:,} "
-                f"tokens and a text up to {longest:,}: raise --{name.replace('_', '-')}, lower "
-                "--max-model-len, or use prefill 'local'"
-            )

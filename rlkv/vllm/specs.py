@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -131,7 +132,8 @@ class CountingManager(SingleTypeKVCacheManager):
 
     def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(*args, **kwargs)
-        self.report()
+        if blocks:  # most steps of decoding need none
+            self.report()
         return blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -184,10 +186,13 @@ class SinkWindowSpec(_BinSpec, AttentionSpec):
     max_in_flight_tokens: int
     max_model_len: int
     protect_prompt: bool = False
+    keep_prompt_window: bool = False
 
-    @property
+    @cached_property
     def demand(self) -> SinkWindowDemand:
-        return SinkWindowDemand(self.block_size, self.sink, self.window, self.protect_prompt)
+        return SinkWindowDemand(
+            self.block_size, self.sink, self.window, self.protect_prompt, self.keep_prompt_window
+        )
 
     def most_blocks(self, max_model_len: int | None = None) -> int:
         """Return the most blocks that one request may hold at once."""
@@ -197,6 +202,8 @@ class SinkWindowSpec(_BinSpec, AttentionSpec):
         moving = min(self.window - 1 + self.max_in_flight_tokens, longest)
         # the first moving token may lie anywhere in its block
         kept = self.demand.full(self.sink) + self.demand.full(moving) + 1
+        if self.keep_prompt_window:  # it ends with a block
+            kept += self.demand.full(self.window - 1)
         return min(kept, self.demand.full(longest))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -213,7 +220,7 @@ class EvictingSpec(_BinSpec, AttentionSpec):
     observation: int
     group_size: int
 
-    @property
+    @cached_property
     def demand(self) -> BufferDemand:
         return BufferDemand(
             self.block_size, self.budget, self.buffer, self.observation, self.group_size
@@ -262,19 +269,30 @@ class SinkWindowManager(CompressibleManager, _PromptCaching):
     ) -> None:
         """Give back the blocks between the first tokens that are kept and the next token's window.
 
+        But not the window at whose end a request with the same prompt can go on: full heads keep
+        their blocks before it as long as the request runs, which are of no use without it.
+
         RuntimeError if a protected prompt grows, as streamed inputs make it.
         """
         demand = self.kv_cache_spec.demand
         prompt = num_prompt_tokens or 0
-        if demand.protect_prompt and self._prompts.setdefault(request_id, prompt) != prompt:
+        sent = self._prompts.setdefault(request_id, prompt)
+        if demand.protect_prompt and sent != prompt:
             raise RuntimeError(
                 f"rlkv: the prompt of request {request_id} has grown to {prompt:,} tokens, but "
                 "some of them were given up since: streamed inputs do not work with "
                 "protect_prompt, send whole prompts"
             )
-        outside = processed_computed_tokens - demand.window + 1
+        outside = max(0, processed_computed_tokens - demand.window + 1) // self.block_size
         kept = demand.full(demand.prefix(prompt))
-        self._remove_blocks_in_range(request_id, kept, max(0, outside) // self.block_size)
+        if demand.keep_prompt_window:
+            # the last token is read again
+            hits = max(0, sent - 1) // self.scheduler_block_size
+            end = hits * self.scheduler_block_size // self.block_size
+            first = end - demand.full(demand.window - 1)
+            self._remove_blocks_in_range(request_id, kept, min(first, outside))
+            kept = max(kept, end)
+        self._remove_blocks_in_range(request_id, kept, outside)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._prompts.pop(request_id, None)
@@ -316,7 +334,7 @@ class SinkWindowManager(CompressibleManager, _PromptCaching):
 
         The sinks and a whole window must be there at its end; of a protected prompt every block.
         """
-        assert not drop_eagle_block, "speculative decoding is refused at start"
+        assert not drop_eagle_block, "drafts of a model are refused at start"
         assert dcp_world_size * pcp_world_size == 1, "context parallelism is refused at start"
         block_size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
@@ -403,7 +421,9 @@ class EvictingManager(CompressibleManager):
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         slots = self.kv_cache_spec.demand.compressible(num_tokens) * self.block_size
-        return super().allocate_new_blocks(request_id, slots, slots)
+        blocks = super().allocate_new_blocks(request_id, slots, slots)
+        self.report()  # it evicts without new blocks
+        return blocks
 
     @classmethod
     def find_longest_cache_hit(

@@ -15,6 +15,7 @@ from rlkv.benchmarks import decode
 from rlkv.benchmarks.decode import LayerSteps, Steps, step_rows
 from rlkv.benchmarks.texts import (
     EVICTED,
+    bytes_by_length,
     draw_states,
     evict_once,
     largest_batch,
@@ -194,17 +195,22 @@ def test_an_eviction_keeps_half(name: str) -> None:
 def test_texts_have_their_bytes() -> None:
     model = TOY.build_model()
     held = {}
-    for method in parse_methods(["full", "random-heads@0.5", "tova@16"], []):
+    used = {}
+    two_budgets = "random-heads@0.5+full:tova@16"
+    for method in parse_methods(["full", "random-heads@0.5", "tova@16", two_budgets], []):
         contender = text_contender(TOY, model, method, 2)
         take_turns([contender], TOY, TOY.new_tokens - 1)
         row = text_row(TOY, model, contender)
         assert row["kv_bytes_full"] == 2 * 4 * 49 * ENTRY
         assert row["tokens_per_second"] == pytest.approx(2 * 30 / row["seconds"])
         held[method.name] = row["kv_bytes"]
+        used[method.name] = bytes_by_length(TOY, model, method)[-1]
     assert held["full"] == 2 * 4 * 49 * ENTRY
     # full heads have room for the last token
     assert held["random-heads@0.5"] == 2 * (2 * 50 + 2 * 8) * ENTRY
     assert held["tova@16"] < held["random-heads@0.5"]
+    for found, texts in ((held, 2), (used, 1)):
+        assert found[two_budgets] == found["tova@16"] / 2 + texts * 2 * 8 * ENTRY
 
 
 def test_the_largest_batch_fills_the_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlkv.benchmarks import serving
+from rlkv.benchmarks.engines import step_by_turns
 from rlkv.benchmarks.serving import Mode, ServingConfig, engine_options, summarize
 from rlkv.cli.app import parse
 from rlkv.cli.jobs import bench_main
@@ -51,6 +53,8 @@ def test_the_pool_is_counted_in_blocks_of_the_full_cache() -> None:
         ({"eviction": "rkv", "budget": 0}, "budget"),
         ({"sparsities": (0.5, 0.5)}, "--sparsities 0.5 0.5: give each once"),
         ({"sparsities": (0.0,)}, "--sparsities 0"),
+        ({"sparsities": ()}, "nothing to run beside the full cache"),
+        ({"ways": ()}, "nothing to run beside the full cache"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
@@ -59,61 +63,108 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 
 def test_modes_differ_by_the_plugin_alone(tmp_path: Path) -> None:
-    options = [engine_options(TINY, mode, tmp_path) for mode in MODES]
-    stock, plain, evicting = options
-    assert plain[: len(stock)] == evicting[: len(stock)] == stock
-    name, settings = plain[len(stock) :]
-    assert name == "--additional-config"
-    request = json.loads(settings)["rlkv"]
+    stock, plain, evicting = (engine_options(TINY, mode, tmp_path) for mode in MODES)
+    assert "additional_config" not in stock
+    request = plain.pop("additional_config")["rlkv"]
     assert (request["sparsity"], request["sink"], request["window"]) == (0.5, 4, 28)
-    assert "sink" not in json.loads(evicting[-1])["rlkv"]
+    assert "sink" not in evicting.pop("additional_config")["rlkv"]
+    assert plain == evicting == stock
 
 
-def test_runs_are_compared_with_the_full_cache_of_their_round() -> None:
-    speeds = {"full cache": (10, 5, 20), "sparsity 0.5": (12, 10, 10)}
-    runs = [
-        {"mode": mode, "tokens_per_second": speed} for mode, of in speeds.items() for speed in of
-    ]
+def test_requests_are_drawn_around_their_means() -> None:
+    requests = replace(TINY, requests=400, prompt_tokens=20).draw_requests()
+    assert requests == replace(TINY, requests=400, prompt_tokens=20).draw_requests()
+    prompts = [len(prompt) for prompt, _ in requests]
+    outputs = [output for _, output in requests]
+    assert (min(prompts), max(prompts), min(outputs), max(outputs)) == (8, 32, 20, 80)
+    assert sum(outputs) / 400 == pytest.approx(50, rel=0.05)
+
+
+class CountingEngine:
+    """An engine whose requests take ``left`` steps."""
+
+    def __init__(self, name: str, left: int, order: list[str]) -> None:
+        self.name = name
+        self.left = left
+        self.order = order
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[Any]:
+        self.left -= 1
+        self.order.append(self.name)
+        texts = [SimpleNamespace(token_ids=[1, 2, 3])]
+        return [SimpleNamespace(finished=self.left == 0, outputs=texts)]
+
+
+def test_engines_take_a_few_steps_by_turns() -> None:
+    order: list[str] = []
+    engines = {"a": CountingEngine("a", 7, order), "b": CountingEngine("b", 5, order)}
+    spent = step_by_turns(engines, 2)
+    assert "".join(order) == "aabbbbaaaaba"
+    found = {name: (own.steps, own.tokens) for name, own in spent.items()}
+    assert found == {"a": (7, 3), "b": (5, 3)}
+
+
+def test_runs_are_compared_with_the_full_cache_beside_them() -> None:
+    runs = []
+    for full, own in ((10, 12), (5, 10), (20, 10)):
+        for mode, speed, steps in ((Mode(), full, 30), (Mode(0.5), own, 20)):
+            found = {"mode": mode.name, "tokens_per_second": speed, "steps": steps}
+            runs.append({"beside": "sparsity 0.5", **found})
     full, half = summarize(TINY, MODES[:2], runs)
-    assert (full["tokens_per_second"], full["speedup"]) == (10, 1)
-    figures = ("speedup", "speedup_low", "speedup_high")
-    assert [half[name] for name in figures] == [1.2, 0.5, 2.0]
+    assert (full["tokens_per_second"], full["speedup"], full["fewer_steps"]) == (10, 1, 1)
+    figures = ("speedup", "speedup_low", "speedup_high", "fewer_steps")
+    assert [half[name] for name in figures] == [1.2, 0.5, 2.0, 1.5]
     # the paper's: 1 / ((1 - s) + s K / L)
     assert half["theory"] == pytest.approx(1 / (0.5 + 0.5 * 32 / 55))
 
 
-def test_the_command_runs_all_modes_in_turns(
+def test_the_command_runs_each_mode_beside_the_stock_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
 
-    def run_once(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
-        assert {"config.json", "tokenizer.json", "gates.safetensors"} <= set(
-            file.name for file in folder.iterdir()
-        )
-        done.append(mode)
-        return {"mode": mode.name, "tokens_per_second": 10.0}
+    def run(command: list[str], **options: Any) -> Any:
+        assert options["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        spec = json.loads(Path(command[-2]).read_text())
+        folder = Path(spec["engines"]["full cache"]["model"])
+        assert (folder / "config.json").exists()
+        assert (folder / "gates.safetensors").exists()
+        assert len(spec["requests"]) == 48
+        done.append(list(spec["engines"]))
+        spent = {name: {"seconds": 2.0, "steps": 10, "tokens": 90} for name in spec["engines"]}
+        Path(command[-1]).write_text(json.dumps({"rounds": [spent] * spec["rounds"]}))
+        return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(serving, "run_once", run_once)
+    monkeypatch.setattr(serving, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(serving, "check_installed", lambda: None)
     options = "--sparsities 0.5 --rounds 2 --eviction rkv --output-dir"
     assert exit_code(bench_main, "rlkv-bench", "serving", *options.split(), tmp_path) == 0
-    assert done == MODES * 2
+    names = [mode.name for mode in MODES]
+    assert done == [[names[0], name] for name in names[1:]]
     found = json.loads((tmp_path / "serving.json").read_text())
-    assert [row["mode"] for row in found["results"]] == [mode.name for mode in MODES]
+    assert [row["mode"] for row in found["results"]] == names
+    assert len(found["runs"]) == 8
     assert {"vllm", "versions", "hardware", "command"} <= found.keys()
-    assert (
-        "| sparsity 0.5 + rkv | 10.0 | 1.00 [1.00, 1.00] |" in (tmp_path / "serving.md").read_text()
-    )
+    tokens = 90 + sum(len(prompt) for prompt, _ in ServingConfig().draw_requests())
+    line = f"| sparsity 0.5 + rkv | {tokens / 2:.1f} | 1.00 [1.00, 1.00] |"
+    assert line in (tmp_path / "serving.md").read_text()
     assert (tmp_path / "serving.png").stat().st_size > 5000
 
 
 def test_an_engine_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "PROGRAM", "raise TypeError('no such option')")
+    command = [sys.executable, "-c", "raise TypeError('no option')"]
+
+    def run(_: Any, **options: Any) -> Any:
+        return subprocess.run(command, **options)
+
+    monkeypatch.setattr(serving, "subprocess", SimpleNamespace(run=run))
     config = replace(TINY, output_dir=tmp_path)
-    said = "the run of full cache failed: TypeError: no such option; its output is in .*run.log"
+    said = "the run of sparsity 0.5 failed: TypeError: no option; its output is in .*run.log"
     with pytest.raises(ValueError, match=said):
-        serving.run_once(config, Mode(), tmp_path)
+        serving.run_pair(config, MODES[1], tmp_path)
 
 
 # --- rlkv-bench check

@@ -105,7 +105,8 @@ class Batch:
         held, everything = kv_nbytes(cache.settings, full, size, prompts, tokens)
         columns = padding - (padding.min() if self.joins else 0)
         of_padding = int(columns.sum()) * size.nbytes
-        assert cache.used_nbytes() == int(held.sum()) + of_padding * int(full.sum())
+        unused = 0 if cache.settings.policy_of(True) else of_padding * int(full.sum())
+        assert cache.used_nbytes() == int(held.sum()) + unused
         assert cache.full_nbytes() == int(everything.sum()) + of_padding * full.numel()
         assert cache.nbytes() >= cache.used_nbytes()
 
@@ -137,6 +138,30 @@ def test_rows_under_a_policy(case: dict[str, Any], models: dict[str, PreTrainedM
         assert (logits[i] - want).abs().max() < TOLERANCE
         assert torch.equal(cache.held(i), run.held())  # index for index
     batch.check_bytes(cache, model, full)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairwise({"policy": INSTANCES, "protect": ("all sinks", "prompt kept")} | SHARED),
+    ids=lambda case: "-".join(case.values()),
+)
+def test_rows_under_two_budgets(case: dict[str, Any], models: dict[str, PreTrainedModel]) -> None:
+    model, policy = models[case["family"]], INSTANCES[case["policy"]]
+    batch = Batch(case)
+    options = {"prefill": case["prefill"], "eviction": policy, "evict_from": "full"}
+    options |= {"protect_prompt": case["protect"] == "prompt kept", "record": True}
+    cache, logits = batch.read(model, lambda: HeadReallocationCache(MIXED, SINK, WINDOW, **options))
+    for i, row in enumerate(batch.rows):
+        padding = int(batch.padding[row])
+        prompt = batch.calls[0] - padding
+        calls = one_by_one([prompt, *batch.calls[1:]], case["prefill"])
+        local = (max(SINK, prompt) if options["protect_prompt"] else SINK, WINDOW)
+        want, run = naive_logits(
+            model, batch.ids[row, padding:], calls, policy, ~MIXED, prompt, local
+        )
+        assert (logits[i] - want).abs().max() < TOLERANCE
+        assert torch.equal(cache.held(i)[MIXED], run.held()[MIXED])
+    batch.check_bytes(cache, model, MIXED)
 
 
 @pytest.mark.parametrize(

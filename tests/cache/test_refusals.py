@@ -35,6 +35,8 @@ def model() -> PreTrainedModel:
         ({"reserve": -5}, "reserve is -5"),
         ({"eviction": "rkv"}, "eviction is 'rkv'"),
         ({"protect_prompt": "yes"}, "protect_prompt is 'yes'"),
+        ({"evict_from": "all"}, "unknown evict_from 'all'"),
+        ({"evict_from": "full"}, "evict_from='full' .* there is none"),
         ({"full": torch.ones(4, dtype=torch.bool)}, r"^full .*torch\.bool \[4\]"),
         ({"full": torch.ones(3, 4)}, r"^full .*torch\.float32"),
     ],

@@ -25,6 +25,7 @@ from rlkv.models.builtin import TINY_FOLDER
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
+from rlkv.vllm.settings import ServingSettings
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
@@ -226,6 +227,11 @@ def test_unreadable_problems(
         ("--gates GATES --sparsity 2", "sparsity 2"),
         ("--gates GATES --window 0", "window is 0"),
         ("--gates GATES --eviction rkv --budget 64 --protect-prompt", "--protect-prompt"),
+        (
+            "--gates GATES --eviction h2o --budget 64 --evict-from full --sparsity 1 "
+            "--input IN --output OUT",
+            "none is full",
+        ),
         ("--gates GATES --prefill some", "unknown prefill 'some'"),
         ("--gates GATES --template some", "unknown prompt template 'some'"),
         ("--gates GATES --model ./absent", "absent"),
@@ -295,6 +301,7 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
         ("rkv --budget 64 --eviction-option size=3", "no option size"),
         ("rkv --budget 64 --sparsity 0.5", "--sparsity"),
         ("rkv --budget 64 --sink 4", "--sink"),
+        ("rkv --budget 64 --evict-from full", "--evict-from full needs --gates"),
         ("rkv --budget 64 --eviction-option budget=5", "budget is given"),
         ("rkv --budget 64 --eviction-option kernel=3.0", "kernel is 3.0"),
         ("sink_window --budget 20 --eviction-option window=30", "window"),
@@ -384,7 +391,39 @@ def test_thinking_is_dim_on_a_terminal_only(
         assert output.getvalue() == expected
 
 
-# --- what vLLM does not serve is said before anything is loaded
+# --- vLLM
+
+
+class Served:
+    """What an engine is asked for before it decodes."""
+
+    def __init__(self, model: str, settings: ServingSettings, *others: Any, **more: Any) -> None:
+        self.settings = settings
+        self.allocation = settings.allocation
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, ""),
+        ({"protect_prompt": True}, " (prompt kept)"),
+        ({"eviction": "rkv", "budget": 64}, " (rkv)"),
+    ],
+)
+def test_summaries_say_what_is_kept(
+    gates_file: Path, options: dict[str, Any], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlkv.vllm.engine.ServingEngine", Served)
+    asked = {"gates": str(gates_file), "prompt": "a=1 . find a ?", "prefill": "local"}
+    for backend in ("hf", "vllm"):
+        session = InferSession.open(InferConfig(backend=backend, **asked, **options))
+        assert session.heads() == f"heads: 6 full, 6 compressible{kept}"
+
+
+# what it does not serve is said before anything is loaded
 
 SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
 
@@ -397,6 +436,8 @@ SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
         ({"device": "cpu"}, "--device"),
         ({"prefill": "published"}, "--prefill published"),
         ({"gates": None, "eviction": "rkv", "budget": 64}, "--gates"),
+        ({"eviction": "rkv", "budget": 64, "evict_from": "full"}, "--evict-from full"),
+        ({"evict_from": "full"}, "--evict-from full needs --eviction"),
     ],
 )
 def test_what_does_not_is_named(change: dict[str, Any], message: str) -> None:

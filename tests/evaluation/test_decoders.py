@@ -36,6 +36,8 @@ HALF = "random-heads@0.5"
             ["--methods", "snapkv@40:protect_prompt=true", "--prefill", "local"],
             "eviction with protect_prompt is not served",
         ),
+        (["--methods", f"{HALF}+full:rkv@40"], "evicts from full heads is not served"),
+        (["--methods", "random-heads@0+full:rkv@40"], "evicts from full heads is not served"),
         (["--methods", HALF, "--prefill", "published"], f"'{HALF}': prefill 'published' is not"),
         (["--methods", HALF, "--window", "9000"], "window is 9000, but the model has 1024 pos"),
         (["--model", "./absent"], "cannot load a model from './absent'"),

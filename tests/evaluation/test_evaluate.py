@@ -38,7 +38,7 @@ from tests.helpers.plain_decoding import decode
 N = 12
 TOKENS = 50
 SMALL = ("--limit", "6", "--max-new-tokens", str(TOKENS), "--batch-size", "4")
-METHODS = ("full", "mine@0.5", "mine@0.5+rkv@24:buffer=4")
+METHODS = ("full", "mine@0.5", "mine@0.5+rkv@24:buffer=4", "mine@0.5+full:rkv@24:buffer=4")
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,7 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
     [
         (["--methods", "foo@1"], "is not understood"),
         (["--methods", "random-heads@0.5", "random-heads@0.50"], "--methods.*'random-heads@0.50'"),
+        (["--methods", "full", "random-heads@0.99+full:rkv@40"], "but none is full"),
         (["--baseline", "mine"], "--baseline 'mine' is not among the methods: choose from full"),
         (["--tasks", "math501"], "unknown task"),
         (["--num-samples", "4"], "greedy"),
@@ -206,6 +207,7 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(["--output-dir", str(tmp_path), *arguments])
+    assert not any(tmp_path.iterdir()), "nothing is written"
 
 
 # --- methods
@@ -228,6 +230,13 @@ def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], message
 def test_names(name: str, ranking: str | None, sparsity: float | None, policy: Any) -> None:
     method = parse_method(name, ["rlkv", "duo"])
     assert (method.ranking, method.sparsity, method.policy) == (ranking, sparsity, policy)
+    assert method.evict_from == "compressible"
+
+
+def test_a_policy_of_the_full_heads() -> None:
+    method = parse_method("rlkv@0.5+full:h2o@128", ["rlkv"])
+    kept = method.cache(CacheSettings(4, 16, protect_prompt=True))
+    assert kept == CacheSettings(4, 16, "full", H2O(budget=128), True, "full")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +254,8 @@ def test_names(name: str, ranking: str | None, sparsity: float | None, policy: A
         ("rkv@4", "budget is 4"),
         ("rlkv@0.5+rlkv@0.4", "is not understood"),
         ("rkv@64+h2o@64", "is not understood"),
+        ("full:rkv@64", "names no heads: write HEADS@SPARSITY.full:rkv@64, or rkv@64 to evict"),
+        ("full:rlkv@0.5", "is not understood"),
     ],
 )
 def test_what_is_no_name(name: str, message: str) -> None:

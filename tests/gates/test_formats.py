@@ -261,7 +261,7 @@ ODD: dict[str, list[Any]] = {
     "sink": COUNTS,
     "deploy_window": COUNTS,
     "deploy_protect_prompt": ["yes", 1],
-    "version": [HUGE, "1", float("nan")],
+    "version": [HUGE, "1", float("nan"), -1, 0, True],
     "alpha": [
         torch.zeros(2, 3).to_sparse(),
         torch.zeros(2, 3, dtype=torch.complex64),

@@ -25,6 +25,7 @@ def local_mask(
     sink: int | torch.Tensor,
     window: int,
     call_start: torch.Tensor | None = None,
+    block: int = 1,
 ) -> torch.Tensor:
     """Return what a compressible head sees: bool ``[B, T, T]`` (query, key).
 
@@ -37,10 +38,13 @@ def local_mask(
         call_start: int64 ``[T]``, for each query the first token of the forward call that it was
             part of, if all heads read the tokens of one call in full; None: every token sees sinks
             and window only.
+        block: tokens of a block, if windows are aligned: the whole blocks are seen (no padding).
     """
+    sink = -(-sink // block) * block
     order = torch.arange(real.shape[1])
     rank = real.cumsum(-1) - 1
-    seen = (rank < sink)[:, None, :] | (order[:, None] - order[None, :] < window)
+    window_starts = (order - window + 1).div(block, rounding_mode="floor") * block
+    seen = (rank < sink)[:, None, :] | (order[None, :] >= window_starts[:, None])
     if call_start is not None:
         seen = seen | (order[None, :] >= call_start[:, None])
     return seen & full_mask(real)
@@ -95,7 +99,11 @@ _current: dict[str, Any] = {}
 def _attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
 ) -> Any:
-    masks = (_current["full_mask"], _current["local_mask"])
+    masks = [_current["full_mask"], _current["local_mask"]]
+    sliding = kwargs.get("sliding_window")
+    if sliding is not None:  # a layer without gates
+        order = torch.arange(query.shape[2])
+        masks = [mask & (order[:, None] - order < sliding) for mask in masks]
     heads = _current["full"][module.layer_idx]
     own = {name: kwargs.get(name) for name in ("softcap", "s_aux")}
     return mixed_by_head_attention(query, key, value, heads, *masks, scaling, **own), None
@@ -114,13 +122,14 @@ def reference_logits(
     window: int,
     call_start: torch.Tensor | None = None,
     real: torch.Tensor | None = None,
+    block: int = 1,
 ) -> torch.Tensor:
     """Logits ``[B, T, vocabulary]`` of one masked forward over ``ids`` ``[B, T]``, no cache.
 
     Arguments as in :func:`local_mask`; ``full``: bool ``[L, H]``.
     """
     real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-    local = local_mask(real, sink, window, call_start)
+    local = local_mask(real, sink, window, call_start, block)
     _current.update(full=full, full_mask=full_mask(real), local_mask=local)
     before = model.config._attn_implementation
     model.set_attn_implementation("rlkv_reference")

@@ -186,11 +186,16 @@ class _Layer:
 
 @dataclass
 class NaiveRun:
-    """One row, its layers as it goes; ``full``: bool ``[L, H]``."""
+    """One row, its layers as it goes.
+
+    ``full``: bool ``[L, H]``, heads that the policy leaves alone; with ``local``, S and W, they
+    keep sinks and a window.
+    """
 
     policy: EvictionPolicy
     full: Tensor
     protected: int  # first tokens, which are never evicted
+    local: tuple[int, int] | None = None
     layers: dict[int, _Layer] = field(default_factory=dict)
     start: int = 0  # tokens before this call
 
@@ -220,6 +225,8 @@ def _attention(
         layer.queries.append(query[0, :, t])
         for index, head in enumerate(layer.heads):
             head.append(run.start + t, key[0, index, t], value[0, index, t])
+            if run.local is not None and run.full[module.layer_idx, index]:
+                head.keep(_of_window(run, head.positions, *run.local))
             own = slice(index * groups, (index + 1) * groups)
             logits = query[0, own, t] @ head.keys.T * scaling
             out[0, t, own] = torch.softmax(logits, -1) @ head.values
@@ -229,6 +236,15 @@ def _attention(
                 head.totals[run.protected :] += received
     _evict(run, layer, module.layer_idx, scaling)
     return out, None
+
+
+def _of_window(run: NaiveRun, positions: list[int], sink: int, window: int) -> list[int]:
+    """Indices of the tokens that the latest one sees: sinks, its call, and a window before that."""
+    kept = []
+    for i, position in enumerate(positions):
+        if position < sink or position >= run.start or position > positions[-1] - window:
+            kept.append(i)
+    return kept
 
 
 def _evict(run: NaiveRun, layer: _Layer, number: int, scaling: float) -> None:
@@ -274,12 +290,13 @@ def naive_logits(
     policy: EvictionPolicy,
     full: Tensor,
     prompt: int,
+    local: tuple[int, int] | None = None,
 ) -> tuple[Tensor, NaiveRun]:
     """Logits ``[T, vocabulary]`` of a row ``[T]``; tokens of a call see each other.
 
     ``prompt``: first tokens, which the policy may protect.
     """
-    run = NaiveRun(policy, full, prompt if policy.protect_prompt else 0)
+    run = NaiveRun(policy, full, prompt if policy.protect_prompt else 0, local)
     _runs.append(run)
     before = model.config._attn_implementation
     model.set_attn_implementation("rlkv_naive_eviction")

@@ -372,6 +372,7 @@ def test_a_model_without_rope_is_served_with_a_warning() -> None:
 
 PLAIN: dict[str, Any] = {"gates": MIXED}
 BY_RKV = {"gates": MIXED, "eviction": RKV(budget=12)}
+NONE_FULL = HeadAllocation(torch.zeros(3, 4, dtype=torch.bool))
 SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
 
 
@@ -388,6 +389,9 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"eviction": RKV(budget=12), "sparsity": 0.5}, "sparsity.*without gates"),
         ({**PLAIN, "sink": -1}, "sink is -1"),
         ({**BY_RKV, "protect_prompt": True}, "protect_prompt.*rkv"),
+        ({"eviction": RKV(budget=12), "evict_from": "full"}, "evict_from='full' needs gates"),
+        ({**PLAIN, "evict_from": "full"}, "evict_from='full' .* there is none"),
+        ({**BY_RKV, "gates": NONE_FULL, "evict_from": "full"}, "but none is full"),
         ({"eviction": "rkv"}, "^eviction is"),
         ({"eviction": RKV}, "^eviction is"),
     ],

@@ -36,7 +36,7 @@ from tests.vllm.conftest import Serving
 
 need_vllm()
 
-from rlkv.vllm.reallocation import HeadOrder
+from rlkv.vllm.head_order import HeadOrder
 
 ENTRY = 2 * HEAD_SIZE * ELEMENT
 

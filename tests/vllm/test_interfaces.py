@@ -1,18 +1,23 @@
-"""What rlkv uses of the engine's internals: a version that changed them fails here by name."""
+"""What rlkv uses of the engine's internals: a version that changed them fails here by name.
+
+Sources are read, not imported: those of the installed engine, and those that VLLM_SOURCES names,
+folders that hold the package ``vllm`` (a wheel's files will do).
+"""
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import ast
+import os
 from collections.abc import Iterator
-from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
-from rlkv.vllm import backends, evicting, reallocation, specs
+from rlkv.vllm.settings import SERVED
+from tests.helpers.paths import ROOT
+from tests.helpers.sources import Found, Sources, defined_in, parameters
 
 ATTENTION = "vllm.v1.attention.backend"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
@@ -53,7 +58,7 @@ CALLS = {
     "vllm.v1.core.kv_cache_utils:resolve_block_hashes": (
         "block_hashes hash_block_size block_size supports_fine_grained_hash_lookup alignment_tokens"
     ),
-    f"{MANAGER}.__init__": "kv_cache_spec max_admission_blocks_per_request",
+    f"{MANAGER}.__init__": "kv_cache_spec scheduler_block_size max_admission_blocks_per_request",
     f"{MANAGER}._remove_blocks_in_range": "request_id",
     f"{MANAGER}.cache_blocks": "request num_tokens",
     # its result is an attribute that rlkv sets
@@ -66,6 +71,7 @@ CALLS = {
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request": "request_ids internal",
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": "method args",
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "lora_request",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "self",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model": "self",
 }
@@ -88,7 +94,11 @@ FIELDS = {
         "kv_transfer_config max_in_flight_tokens"
     ),
     "vllm.config:LoadConfig": "load_format",
-    "vllm.config:LoRAConfig": "target_modules",
+    "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager:LoRAModelManager": "model",
+    "vllm.lora.lora_model:LoRAModel": "loras",
+    "vllm.lora.lora_weights:LoRALayerWeights": "lora_a lora_b",
+    "vllm.config:SpeculativeConfig": "method",
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops cudagraph_mode",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
@@ -121,83 +131,150 @@ FIELDS = {
 }
 
 
-def load(name: str) -> Any:
-    module, path = name.split(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-        assert found is not None, f"vLLM has no {name}"
+def folders() -> list[Any]:
+    """Return where to look, and say what is missing."""
+    installed = find_spec("vllm")
+    places: dict[str, Path] = {}
+    if installed is not None and installed.origin is not None:
+        places["installed"] = Path(installed.origin).parents[1]
+    for given in filter(None, os.environ.get("VLLM_SOURCES", "").split(os.pathsep)):
+        places[given] = Path(given)
+    if not places:
+        why = "vLLM is not installed, and VLLM_SOURCES names no folder with its sources"
+        return [pytest.param(None, marks=pytest.mark.skip(reason=why))]
+    return [pytest.param(place, id=name) for name, place in places.items()]
+
+
+@pytest.fixture(scope="module", params=folders())
+def sources(request: pytest.FixtureRequest) -> Sources:
+    found = Sources(request.param, ROOT)
+    assert found.module("vllm") is not None, f"{request.param} does not hold the package vllm"
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_called_takes_the_same_parameters(name: str) -> None:
-    missing = set(CALLS[name].split()) - set(inspect.signature(load(name)).parameters)
-    assert not missing, f"{name} has no parameter {', '.join(sorted(missing))}"
+def test_names_that_are_imported(sources: Sources) -> None:
+    missing = []
+    for file in sorted((ROOT / "rlkv").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                names = [f"{node.module}:{alias.name}" for alias in node.names]
+                missing += [name for name in names if sources.find(*name.split(":")) is None]
+    assert not missing
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_what_is_read_is_there(name: str) -> None:
-    owner = load(name)
-    own = (
-        {field.name for field in fields(owner)} if hasattr(owner, "__dataclass_fields__") else set()
+def test_what_is_called_takes_the_same_parameters(sources: Sources) -> None:
+    missing = []
+    for name, expected in CALLS.items():
+        found = sources.find(*name.split(":"))
+        if found is None:
+            missing.append(name)
+        else:
+            wrong = set(expected.split()) - parameters(found.node)
+            missing += [f"{name}({parameter})" for parameter in sorted(wrong)]
+    assert not missing
+
+
+def test_what_is_read_is_there(sources: Sources) -> None:
+    missing = []
+    for name, expected in FIELDS.items():
+        found = sources.find(*name.split(":"))
+        members = {} if found is None else sources.members(found)
+        missing += [f"{name}.{field}" for field in expected.split() if field not in members]
+    assert not missing
+
+
+def test_models_that_are_served(sources: Sources) -> None:
+    """Each is made of the engine's class, whose weights pass through ``load_weights``."""
+    registry = sources.module("vllm.model_executor.models.registry")
+    assert registry is not None
+    places: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(registry.node):
+        if not isinstance(node, ast.Dict):
+            continue
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value in SERVED:
+                places[key.value] = ast.literal_eval(value)
+    missing = set(SERVED) - places.keys()
+    for name, (module, stock) in places.items():
+        found = sources.find(f"vllm.model_executor.models.{module}", stock)
+        if found is None or "load_weights" not in sources.members(found):
+            missing.add(name)
+    assert not missing
+
+
+def own_classes(sources: Sources) -> Iterator[tuple[str, list[Found]]]:
+    """Yield the classes that stand in the place of the engine's, with what they inherit from."""
+    for file in sorted((ROOT / "rlkv" / "vllm").glob("*.py")):
+        module = sources.module(f"rlkv.vllm.{file.stem}")
+        assert module is not None
+        for node in module.node.body:
+            if isinstance(node, ast.ClassDef):
+                lineage = sources.lineage(Found(module.module, node))
+                if any(is_engines(one) for one in lineage):
+                    yield node.name, lineage
+
+
+def is_engines(found: Found) -> bool:
+    return found.module.split(".")[0] == "vllm"
+
+
+def test_what_the_engine_calls_takes_its_parameters(sources: Sources) -> None:
+    missing = set()
+    compared = 0
+    for name, lineage in own_classes(sources):
+        theirs: dict[str, Any] = {}
+        for one in reversed(lineage):
+            for method, node in defined_in(one.node):
+                if not isinstance(node, ast.FunctionDef) or method == "__init__":
+                    continue
+                if is_engines(one):
+                    theirs[method] = node
+                elif method in theirs and "**" not in parameters(node):
+                    compared += 1
+                    wrong = parameters(theirs[method]) - parameters(node) - {"self", "cls"}
+                    missing |= {f"{name}.{method}({parameter})" for parameter in wrong}
+    assert not missing
+    assert compared > 50
+
+
+def test_no_method_is_left_abstract(sources: Sources) -> None:
+    classes = dict(own_classes(sources))
+    inherited = {one.node.name for lineage in classes.values() for one in lineage[1:]}
+    abstract = []
+    for name in classes.keys() - inherited:
+        for method, found in sources.members(classes[name][0]).items():
+            marks = getattr(found.node, "decorator_list", [])
+            if any(ast.unparse(mark).endswith("abstractmethod") for mark in marks):
+                abstract.append(f"{name}.{method}")
+    assert not abstract
+
+
+def test_sources_are_read_as_python_would(tmp_path: Path) -> None:
+    """Names through imports, members through bases; what is gone is missing."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("if typing.TYPE_CHECKING:\n    from .b import Own, made\n")
+    (package / "a.py").write_text(
+        "class Base:\n    left: int\n    def run(self, old, *, new=1): self.set = 2\n"
+        "    def other(self, x): local = 3\n"
     )
-    missing = [
-        field for field in FIELDS[name].split() if field not in own and not hasattr(owner, field)
-    ]
-    assert not missing, f"{name} has no {', '.join(missing)}"
-
-
-def own_classes() -> Iterator[type]:
-    """The classes of rlkv that stand in the place of the engine's."""
-    for module in (specs, backends, evicting, reallocation):
-        for found in vars(module).values():
-            if (
-                isinstance(found, type)
-                and found.__module__ == module.__name__
-                and engine_bases(found)
-            ):
-                yield found
-
-
-def engine_bases(own: type) -> list[type]:
-    return [base for base in own.__mro__ if base.__module__.startswith("vllm.")]
-
-
-def overrides() -> Iterator[Any]:
-    for own in own_classes():
-        for name, method in vars(own).items():
-            theirs = next(
-                (vars(base)[name] for base in engine_bases(own) if name in vars(base)), None
-            )
-            if theirs is not None and callable(getattr(own, name)) and name != "__init__":
-                yield pytest.param(
-                    unwrapped(method), unwrapped(theirs), id=f"{own.__name__}.{name}"
-                )
-
-
-def unwrapped(method: Any) -> Any:
-    return getattr(method, "__func__", method)
-
-
-@pytest.mark.parametrize(("own", "theirs"), [*overrides()])
-def test_what_the_engine_calls_takes_its_parameters(own: Any, theirs: Any) -> None:
-    kinds = {parameter.kind for parameter in inspect.signature(own).parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return
-    first = {"self", "cls"}  # a static method may override one of the class
-    missing = (
-        set(inspect.signature(theirs).parameters) - set(inspect.signature(own).parameters) - first
+    (package / "b.py").write_text(
+        "from vllm.a import Base as Renamed\n"
+        "class Own(Renamed[int]):\n    def other(self, y, **rest): ...\n"
+        "made = Own()\n"
     )
-    assert not missing, f"{theirs.__qualname__} has the new parameter {', '.join(sorted(missing))}"
-
-
-LEAVES = [
-    own for own in own_classes() if not any(own in other.__mro__[1:] for other in own_classes())
-]
-
-
-@pytest.mark.parametrize("own", LEAVES, ids=lambda own: own.__name__)
-def test_no_method_is_left_abstract(own: type) -> None:
-    abstract = getattr(own, "__abstractmethods__", frozenset())
-    assert not abstract, f"{own.__name__} has no {', '.join(sorted(abstract))}"
+    found = Sources(tmp_path)
+    own = found.find("vllm", "Own")
+    assert own is not None
+    assert own.module == "vllm.b"
+    assert found.members(own).keys() == {"left", "run", "set", "other"}
+    for path, expected in (
+        ("Own.run", {"self", "old", "new"}),
+        ("made.other", {"self", "y", "**"}),
+    ):
+        method = found.find("vllm", path)
+        assert method is not None
+        assert parameters(method.node) == expected
+    assert found.find("vllm", "Gone") is found.find("vllm", "Own.gone") is None
+    assert found.find("vllm.a", "local") is None
+    assert found.find("vllm.c", "Own") is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -101,6 +103,11 @@ def test_blocks_of_a_request() -> None:
     assert [demand.full(tokens) for tokens in (1, 16, 17)] == [1, 1, 2]
     # 2 blocks of sinks; 64 tokens of which the first may be the last of its block: 5 blocks
     assert [demand.compressible(tokens) for tokens in (1, 100, 112, 5000)] == [1, 7, 7, 7]
+    # a window of 63 tokens at the end of the prompt's blocks, if there are so many behind the sinks
+    kept = replace(demand, keep_prompt_window=True)
+    prompts = (0, 33, 64, 65, 97, 800)
+    assert [kept.compressible(5000, prompt) for prompt in prompts] == [7, 7, 8, 9, 11, 11]
+    assert kept.compressible(112, 97) == 7
 
 
 def test_all_ranks_have_bins_of_the_same_sizes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from rlkv.vllm import plugin
 from rlkv.vllm.plugin import check_installed, check_version, check_vllm_options, choose_engine
 from tests.helpers.installed import CPU_BUILD, GPU_BUILD, pretend_vllm
+from tests.helpers.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_impossible_options_are_refused() -> None:
         check_vllm_options("vllm", "cpu", None)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("found", "message"),
     [
@@ -66,7 +69,7 @@ def test_impossible_options_are_refused() -> None:
         ("0.32.0", None),
         ("0.32.1", None),
         ("0.30.1", r"0\.30\.1.*0\.31 and 0\.32"),
-        ("0.33.0", r"0\.33\.0.*0\.31 and 0\.32"),
+        ("0.34.0", r"0\.34\.0.*0\.31 and 0\.32"),
         (None, "not installed"),
     ],
 )
@@ -76,6 +79,22 @@ def test_the_newest_version_and_the_one_before_pass(
     monkeypatch.setattr(plugin, "installed_version", lambda: found)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_version()
+
+
+def test_a_version_that_was_only_compared_starts_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.33.0")
+    message = r"0\.33\.0 has every name .* run with vllm 0\.31 and 0\.32"
+    with pytest.warns(UserWarning, match=message):
+        check_version()
+
+
+def test_the_package_asks_for_versions_that_were_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = project["optional-dependencies"]["vllm"]
+    major, minor = plugin.TESTED[-1].split(".")
+    assert asked == f"vllm>={plugin.TESTED[0]},<{major}.{int(minor) + 1}"
 
 
 def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

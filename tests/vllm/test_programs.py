@@ -29,7 +29,7 @@ from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
-from tests.helpers.engines import need_vllm
+from tests.helpers.engines import need_vllm, save_adapter
 from tests.helpers.exit_code import exit_code
 from tests.helpers.served import ServedModel, post, served_model
 
@@ -59,12 +59,14 @@ def prompts_of(number: int, **options: Any) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False).input_ids
 
 
-def decoded(folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+def decoded(
+    folder: Path, prompts: list[list[int]], tokens: int, model: Any = None
+) -> list[list[int]]:
     """What transformers decode with the same masks."""
-    model, tokenizer = tiny.load()
+    own, tokenizer = tiny.load()
     allocation = HeadAllocation.from_gates(HeadGates.load(folder / "gates.safetensors"), 0.5)
     settings = CacheSettings(4, 16, "local")
-    engine = InferenceEngine(model, tokenizer, allocation, settings, len(prompts))
+    engine = InferenceEngine(model or own, tokenizer, allocation, settings, len(prompts))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     completions, _ = engine.batch(texts, SamplingParams(tokens))
     return [completion.token_ids for completion in completions]
@@ -122,8 +124,8 @@ def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, options: str) 
     assert len(found) == N
 
 
-BENCH = """--layers 2 --hidden 128 --query-heads 2 --kv-heads 2 --requests 4 --prompt-tokens 6
-    --output-tokens 40 --pool-tokens 320 --sparsities 0.5 --rounds 1"""
+BENCH = """--layers 2 --hidden 128 --intermediate 256 --query-heads 2 --kv-heads 2 --requests 4
+    --prompt-tokens 6 --output-tokens 40 --pool-tokens 320 --sparsities 0.5 --rounds 1"""
 
 
 def test_the_benchmark_serves_both_the_same_requests(tmp_path: Path) -> None:
@@ -132,7 +134,8 @@ def test_the_benchmark_serves_both_the_same_requests(tmp_path: Path) -> None:
     assert exit_code(bench_main, "rlkv-bench", "serving", *options) == 0
     found = json.loads((tmp_path / "serving.json").read_text())
     assert [run["mode"] for run in found["runs"]] == ["full cache", "sparsity 0.5"]
-    assert len({run["total_num_tokens"] for run in found["runs"]}) == 1
+    assert len({run["tokens"] for run in found["runs"]}) == 1
+    assert all(run["steps"] > 16 for run in found["runs"])  # the shortest output has 16 tokens
     assert all(row["tokens_per_second"] > 0 for row in found["results"])
     assert found["vllm"]
     assert (tmp_path / "serving.png").stat().st_size > 5000
@@ -174,10 +177,15 @@ def memory(server: ServedModel) -> int:
 
 
 def ask(
-    server: ServedModel, prompt: list[int], tokens: int, leave_after: int | None
+    server: ServedModel,
+    prompt: list[int],
+    tokens: int,
+    leave_after: int | None,
+    model: str = "tiny",
 ) -> list[int] | None:
     """The tokens of an answer, or None if the client went away after so many of them."""
     body: dict[str, Any] = {
+        "model": model,
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
@@ -198,22 +206,33 @@ LONGEST = 150  # tokens of an answer
 ABORTED = 0.15  # share of the requests whose clients go away
 GROWTH = 30  # MiB that the server's processes may gain
 BLOCKS = 60  # of the pool: texts of 24 clients need more
+ADAPTERS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "keys": ("k_proj",),
+}
 
 
 @pytest.mark.slow
 def test_500_requests(folder: Path, tmp_path: Path) -> None:
-    """Right answers, aborts, preemptions, no leaked block, flat memory."""
+    """Right answers of adapters too, aborts, preemptions, hits, no leaked block, flat memory."""
     prompts = prompts_of(PROMPTS, seed=23, max_definitions=12)
-    expected = decoded(folder, prompts, LONGEST)
+    expected = {"tiny": decoded(folder, prompts, LONGEST)}
+    adapters = []
+    for name, modules in ADAPTERS.items():
+        merged = save_adapter(tiny.load()[0], tmp_path / name, modules)
+        expected[name] = decoded(folder, prompts, LONGEST, merged)
+        adapters.append(f"{name}={tmp_path / name}")
     settings = {"gates": str(folder / "gates.safetensors"), "sparsity": 0.5}
     options = ["--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", str(CLIENTS)]
-    options += ["--max-num-batched-tokens", "64"]
+    options += ["--max-num-batched-tokens", "64", "--enable-lora", "--max-lora-rank", "8"]
+    # as in LORA of tests.helpers.engines
+    options += ["--max-loras", "3", "--lora-modules", *adapters]
     with served_model(tmp_path, settings, *options) as server:
         check_under_load(server, prompts, expected)
 
 
 def check_under_load(
-    server: ServedModel, prompts: list[list[int]], expected: list[list[int]]
+    server: ServedModel, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:
     draw = random.Random(0)
     plan = [
@@ -221,15 +240,14 @@ def check_under_load(
             draw.randrange(PROMPTS),
             draw.randint(5, LONGEST),
             draw.randint(1, 40) if draw.random() < ABORTED else None,
+            draw.choice(list(expected)),
         )
         for _ in range(REQUESTS)
     ]
     most, used = {"rlkv:kv_blocks": 0.0, "rlkv:kv_bytes_saved": 0.0}, []
     answers: list[list[int] | None] = []
     with ThreadPoolExecutor(CLIENTS) as clients:
-        running = [
-            clients.submit(ask, server, prompts[i], tokens, leave) for i, tokens, leave in plan
-        ]
+        running = [clients.submit(ask, server, prompts[i], *others) for i, *others in plan]
         for number, answer in enumerate(running):
             answers.append(answer.result())
             if number % 20 == 0:
@@ -238,8 +256,8 @@ def check_under_load(
                 used.append(memory(server))
     aborted = sum(answer is None for answer in answers)
     assert aborted > REQUESTS * ABORTED / 3
-    for (i, tokens, _), answer in zip(plan, answers, strict=True):
-        assert answer is None or answer == expected[i][:tokens]
+    for (i, tokens, _, model), answer in zip(plan, answers, strict=True):
+        assert answer is None or answer == expected[model][i][:tokens]
     for _ in range(100):  # requests whose clients went away last end a moment later
         shown = metrics(server)
         if shown["vllm:num_requests_running"] + shown["rlkv:kv_blocks"] == 0:
@@ -253,13 +271,14 @@ def check_under_load(
     )
     assert shown["vllm:num_requests_running"] == shown["vllm:num_requests_waiting"] == 0
     assert shown["vllm:num_preemptions_total"] > 10
+    assert shown["vllm:prefix_cache_hits_total"] > 500
     assert shown["rlkv:sparsity"] == 0.5
     assert 0 < most["rlkv:kv_blocks"] <= BLOCKS
     assert most["rlkv:kv_bytes_saved"] > 0
     early, late = median(used[4:10]), median(used[-6:])
     print(
         f"{REQUESTS} requests, {aborted} aborted, {shown['vllm:num_preemptions_total']:.0f} "
-        "preemptions, "
+        f"preemptions, {shown['vllm:prefix_cache_hits_total']:.0f} tokens of cached prefixes, "
         f"{shown['vllm:generation_tokens_total']:.0f} tokens; memory {early / 2**20:.0f} -> "
         f"{late / 2**20:.0f} MiB"
     )

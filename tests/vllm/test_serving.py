@@ -32,13 +32,17 @@ from tests.helpers.engines import (
     held_blocks,
     need_vllm,
     random_prompts,
+    save_adapter,
     watch_preemptions,
 )
+from tests.helpers.models import make_tiny_model
 from tests.vllm.conftest import Serving
 
 need_vllm()
 
 from prometheus_client import REGISTRY
+
+from rlkv.vllm.specs import SinkWindowManager
 
 # shorter than the sinks, than a block, than sinks and window, than a buffer; at, before and after
 # edges of blocks and of the first eviction; several evictions
@@ -100,6 +104,103 @@ def test_prefixes_are_found_again(serving: Serving) -> None:
     # of some prompts blocks were given to others by then
     assert max(output.num_cached_tokens for output in extended) >= 8 * BLOCK
     assert serving.check(first + again + extended) == 480
+
+
+def run_until(core: Any, ended: int, finished: list[Any]) -> None:
+    """Step until ``finished`` has so many outputs."""
+    while len(finished) < ended:
+        finished += [output for output in core.step() if output.finished]
+
+
+@pytest.mark.engine("sinks")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_prefix_outlasts_pressure_while_its_request_runs(
+    serving: Serving, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full heads keep the prompt's blocks; without the last window of the prompt nothing is hit."""
+    from vllm import SamplingParams
+
+    core = serving.llm.llm_engine
+    assert core.reset_prefix_cache()
+    preempted = watch_preemptions(serving.llm)
+    pool = block_manager(serving.llm).block_pool
+    (manager,) = (
+        manager
+        for manager in block_manager(serving.llm).coordinator.single_type_managers
+        if isinstance(manager, SinkWindowManager)
+    )
+    own = manager.kv_cache_spec
+    assert own.keep_prompt_window
+    monkeypatch.setattr(manager, "kv_cache_spec", replace(own, keep_prompt_window=keeps))
+    prompts = random_prompts((200, *[120] * 20), seed=7)
+    fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+
+    def add(name: str, prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(**fixed, max_tokens=tokens)
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    finished: list[Any] = []
+    add("long", prompts[0], 300)
+    for _ in range(150):
+        core.step()
+    for number, prompt in enumerate(prompts[1:]):  # three pools of blocks
+        add(str(number), prompt, 3)
+        run_until(core, number + 1, finished)
+    add("again", prompts[0], 40)
+    add("evicted", prompts[1], 40)
+    run_until(core, len(prompts) + 2, finished)
+    assert serving.check(finished) == 300 + 20 * 3 + 2 * 40
+    assert not preempted
+    found = {output.request_id: output.num_cached_tokens for output in finished}
+    # whole blocks of the full heads' bin, with twice the tokens
+    assert (found["again"], found["evicted"]) == (6 * BLOCK if keeps else 0, 0)
+    add("gone", prompts[2], 300)
+    for _ in range(100):
+        core.step()
+    core.abort_request(list(core.engine_core.engine_core.scheduler.requests), internal=True)
+    core.step()
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+
+
+def drafted_and_accepted(llm: Any) -> list[int]:
+    """Return the numbers of tokens that were proposed and accepted so far."""
+    names = ("draft_tokens", "accepted_tokens")
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    return [values[f"vllm:spec_decode_num_{name}"].value for name in names]
+
+
+@pytest.mark.parametrize(
+    "served_by",
+    [
+        "drafts",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("drafts protect", "drafts full", "drafts gemma3")
+        ),
+    ],
+)
+def test_tokens_with_drafts_of_n_grams(
+    serving: Serving, served_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several queries of a request in a step, with the states of rejected ones overwritten."""
+    prompts = random_prompts((5, 33, 150, 180, 200, 220, 240, 260), seed=2)
+    preempted = watch_preemptions(serving.llm)
+    before = drafted_and_accepted(serving.llm)
+    outputs = generate(serving.llm, prompts, 160)
+    after = drafted_and_accepted(serving.llm)
+    drafted = after[0] - before[0]
+    accepted = after[1] - before[1]
+    print(f"{accepted} of {drafted} drafted tokens accepted")
+    assert 100 < accepted < drafted - 100
+    assert bool(preempted) == (served_by != "drafts gemma3")
+    assert serving.check(outputs) == 1280
+    worker = serving.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    monkeypatch.setattr(worker.model_runner.drafter, "propose", lambda *args, **named: [])
+    plain = generate(serving.llm, prompts, 160)
+    assert drafted_and_accepted(serving.llm)[1] == after[1]  # nor any left from before
+    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in outputs]
+    pool = block_manager(serving.llm).block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 @pytest.mark.engine("protect")
@@ -197,27 +298,61 @@ def test_blocks_bytes_and_metrics_of_a_running_request(
     assert held_blocks(serving.llm) == shown("kv_bytes_saved") == 0
 
 
-@pytest.mark.engine("lora")
-def test_an_adapter_of_the_feed_forward_layers(serving: Serving, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+# modules of two adapters; Phi-3 has fused projections
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTED = {
+    "llama": ((*ATTENTION, "gate_proj", "up_proj", "down_proj"), ("k_proj", "o_proj")),
+    "phi3": (("qkv_proj", "o_proj"), ("qkv_proj",)),
+}
+
+
+def check_adapters(serving: Serving, folder: Path) -> None:
+    """Compare the same prompts with two adapters and with none, all in one batch."""
     from vllm.lora.request import LoRARequest
 
-    modules = serving.key.options["lora_target_modules"]
-    config = LoraConfig(r=8, target_modules=modules, init_lora_weights=False)
-    adapted = get_peft_model(deepcopy(serving.served.model), config)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.mul_(3)
-    adapted.save_pretrained(tmp_path / "adapter")
-    prompts = random_prompts((5, 80, 200, 333))
-    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    own = generate(serving.llm, prompts, 60, lora_request=request)
-    plain = generate(serving.llm, prompts, 60)
-    assert serving.check(plain) == 240
-    serving.served = replace(serving.served, model=adapted.merge_and_unload())
-    assert serving.check(own) == 240
-    assert [o.outputs[0].token_ids for o in own] != [o.outputs[0].token_ids for o in plain]
+    merged = [serving.served.model]
+    requests: list[Any] = [None]
+    for number, modules in enumerate(ADAPTED[serving.key.family], start=1):
+        merged.append(save_adapter(serving.served.model, folder / str(number), modules))
+        requests.append(LoRARequest(str(number), number, str(folder / str(number))))
+    prompts = random_prompts((80, 333))
+    outputs = generate(serving.llm, prompts * 3, 60, [one for one in requests for _ in prompts])
+    texts = set()
+    for number, model in enumerate(merged):
+        own = outputs[2 * number : 2 * number + 2]
+        served = replace(serving.served, model=model)
+        assert replace(serving, served=served).check(own) == 120
+        texts.add(tuple(own[1].outputs[0].token_ids))
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize("served_by", ["lora", pytest.param("phi3 lora", marks=pytest.mark.slow)])
+def test_adapters_are_as_if_merged(serving: Serving, served_by: str, tmp_path: Path) -> None:
+    check_adapters(serving, tmp_path)
+
+
+@pytest.mark.engine("lora")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["v_proj"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "bias"),
+        ({}, "layers.0.self_attn.q_proj.lora_B: the adapter has 512 entries .* heads have 256"),
+    ],
+)
+def test_adapters_of_what_does_not_move(
+    serving: Serving, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """The engine itself refuses all but the last one, which is of a model with more heads."""
+    from vllm.lora.request import LoRARequest
+
+    model = serving.served.model
+    if not changes:
+        model = make_tiny_model("llama", num_attention_heads=16, head_dim=32, hidden_size=256)
+    save_adapter(model, tmp_path, ("q_proj",), **changes)
+    with pytest.raises(ValueError, match=message):
+        serving.llm.llm_engine.add_lora(LoRARequest("wrong", 9, str(tmp_path)))
 
 
 @pytest.mark.engine("stock")
@@ -384,6 +519,14 @@ def test_two_ranks(llama: Served) -> None:
             core.step()
         assert held_blocks(llm) == plans[0].blocks(190) == plans[1].blocks(190)
         core.abort_request(["0"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_two_ranks_with_adapters(llama: Served, tmp_path: Path) -> None:
+    key = ENGINES["lora"]
+    with engine(llama, llama.request(0.5), **PARALLEL, **key.options) as llm:
+        check_adapters(Serving(llm, llama, key), tmp_path)
 
 
 @pytest.mark.slow

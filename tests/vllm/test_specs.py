@@ -40,9 +40,9 @@ def spec(**changes: Any) -> SinkWindowSpec:
     return SinkWindowSpec(**{**SIZES, **own, **changes})
 
 
-def manager_of(kind: Any, own: Any) -> tuple[Any, BlockPool]:
+def manager_of(kind: Any, own: Any, scheduler_block_size: int = 16) -> tuple[Any, BlockPool]:
     pool = BlockPool(num_gpu_blocks=50, enable_caching=False, hash_block_size=16)
-    options = {"kv_cache_group_id": 0, "scheduler_block_size": 16}
+    options = {"kv_cache_group_id": 0, "scheduler_block_size": scheduler_block_size}
     return kind(own, block_pool=pool, enable_caching=False, **options), pool
 
 
@@ -60,6 +60,7 @@ def test_most_blocks_of_a_request() -> None:
     # 2 of sinks; 39 + 64 tokens, the first one anywhere in its block: 7 + 1
     assert spec().most_blocks() == 10
     assert spec().most_blocks(32) == 2
+    assert spec(keep_prompt_window=True).most_blocks() == 13  # 39 tokens, which end with a block
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     assert spec().max_memory_usage_bytes(config) == 10 * 16 * 2 * 2 * 32 * 4
 
@@ -140,6 +141,31 @@ def test_blocks_between_sinks_and_window_are_given_back() -> None:
     assert pool.get_num_free_blocks() == free
 
 
+@pytest.mark.parametrize("prompt", [1, 40, 100, 112, 129, 300])
+@pytest.mark.parametrize(("step", "alignment"), [(1, 16), (1, 48), (7, 32)])
+def test_the_last_window_of_a_prompt_stays(prompt: int, step: int, alignment: int) -> None:
+    """It ends where hits can end: with a block of every bin, before the prompt's last token."""
+    own = spec(keep_prompt_window=True)
+    manager, pool = manager_of(SinkWindowManager, own, alignment)
+    free = pool.get_num_free_blocks()
+    end = (prompt - 1) // alignment * alignment // 16
+    for computed in range(0, 400, step):
+        # a streamed prompt grows: the window of its first part stays
+        manager.remove_skipped_blocks("a", computed, prompt + (computed > 350))
+        manager.allocate_new_blocks("a", computed + step, computed + step)
+        expected = []
+        for at in range(len(manager.req_to_blocks["a"])):
+            expected.append(at < 2 or end - 3 <= at < end or at >= (computed - 39) // 16)
+        assert [not block.is_null for block in manager.req_to_blocks["a"]] == expected
+        assert sum(expected) <= own.most_blocks()
+        if step == 1:
+            assert sum(expected) <= own.demand.compressible(computed + 1, prompt)
+    manager.free("a")
+    assert pool.get_num_free_blocks() == free
+    manager.remove_skipped_blocks("a", 0, 7)  # another request of that name
+    assert manager._prompts == {"a": 7}
+
+
 def test_a_protected_prompt_stays_and_cannot_grow() -> None:
     own = spec(protect_prompt=True)
     manager, _ = manager_of(SinkWindowManager, own)
@@ -168,6 +194,17 @@ def test_a_request_under_eviction_that_goes_back_is_refused() -> None:
     manager.free("a")
     # preempted, or another one of that name
     assert manager.get_num_blocks_to_allocate("a", 91, [], 0, 0, 91) == 3
+
+
+def test_evictions_are_reported_without_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = EvictingSpec(**SIZES, budget=20, buffer=12, observation=8, group_size=2)
+    manager, _ = manager_of(EvictingManager, own)
+    reported: list[int] = []
+    monkeypatch.setattr(manager, "report", lambda: reported.append(manager.evictions()))
+    for tokens in range(40, 100):
+        manager.get_num_blocks_to_allocate("a", tokens, [], tokens - 1, 0, tokens)
+        manager.allocate_new_blocks("a", tokens, tokens)
+    assert reported[-1] == manager.evictions() > 1
 
 
 def test_reports_come_every_five_seconds_and_when_nothing_is_left(

@@ -1,0 +1,283 @@
+"""The engine's configuration: what is refused, what is adapted, and where settings are noted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlkv.gates.allocation import num_full_heads
+from rlkv.models.layout import Layout
+from rlkv.vllm.settings import (
+    ARCHITECTURES,
+    KEEPING,
+    KEY,
+    LEARNED_SINKS,
+    REALLOCATION,
+    ROLLOUT,
+    SERVED,
+    ServingSettings,
+    asks_for_rollout,
+    deal_heads,
+    parse_settings,
+    read_request,
+    resolve_settings,
+)
+
+PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")
+FP8_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # one scale for each tensor
+# formats of quantised weights in which whole heads are known to move
+_AWQ = ("awq", "awq_marlin", "auto_awq")
+_GPTQ = ("gptq", "gptq_marlin", "auto_gptq")
+QUANTISED = (*_AWQ, *_GPTQ, "compressed-tensors", "fp8")
+# written to parameters as they are
+NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+
+
+def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
+    """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
+    found = [*_unsupported(vllm_config)]
+    if feature == KEEPING:
+        found += _unsupported_by_keeping(vllm_config)
+    else:
+        found += _unsupported_by_new_blocks(vllm_config)
+    if feature != ROLLOUT:
+        found += _unsupported_drafts(vllm_config)
+        found += _unsupported_ranks(vllm_config)
+    architecture = vllm_config.model_config.architecture
+    if feature == REALLOCATION:
+        found += _unsupported_by_reallocation(vllm_config)
+    elif feature == ROLLOUT and architecture not in ARCHITECTURES:
+        found.append(f"{architecture}: sample {', '.join(ARCHITECTURES)}, or with --rollout hf")
+    elif feature == ROLLOUT and vllm_config.parallel_config.tensor_parallel_size != 1:
+        # gates are those of all heads
+        found.append("tensor parallelism: run one engine per GPU")
+    elif feature == ROLLOUT and vllm_config.speculative_config is not None:
+        found.append("speculative decoding: leave out --speculative-config")
+    if found:
+        raise ValueError(f"rlkv: {feature} does not work with {found[0]}")
+
+
+def _unsupported(engine: Any) -> Iterator[str]:
+    """Yield the settings that do not work with rlkv, each with what to do about it."""
+    parallel = engine.parallel_config
+    cache = engine.cache_config
+    if parallel.pipeline_parallel_size != 1:
+        yield (
+            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}): "
+            "use --tensor-parallel-size"
+        )
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        yield (
+            "context parallelism: leave out --decode-context-parallel-size and "
+            "--prefill-context-parallel-size"
+        )
+    if engine.kv_transfer_config is not None:
+        yield "KV connectors: leave out --kv-transfer-config"
+    if cache.kv_offloading_size is not None:
+        yield "offloading of the KV cache: leave out --kv-offloading-size"
+    if getattr(engine.model_config.hf_text_config, "dual_chunk_attention_config", None):
+        yield "dual chunk attention: remove dual_chunk_attention_config from the model's config"
+    graphs = engine.compilation_config.cudagraph_mode
+    captures = graphs is not None and graphs.name != "NONE"
+    # where the engine notes its own decision; such graphs break at the engine's own operators only,
+    # and would capture work of the host
+    if captures and os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") == "1":
+        yield (
+            "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 "
+            "may switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
+        )
+
+
+def _unsupported_ranks(engine: Any) -> Iterator[str]:
+    """Yield the same for tensor parallelism: each rank reads the gates of its own heads."""
+    heads = engine.model_config.get_total_num_kv_heads()
+    ranks = engine.parallel_config.tensor_parallel_size
+    if heads % ranks:
+        yield (
+            f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of "
+            f"{heads}"
+        )
+
+
+def _unsupported_drafts(engine: Any) -> Iterator[str]:
+    """Yield the same for speculative decoding."""
+    if engine.speculative_config is None:
+        return
+    method = engine.speculative_config.method
+    if method != "ngram":  # the drafts of a model have a cache of their own
+        yield (
+            f"speculative decoding by {method}: use "
+            '--speculative-config \'{"method": "ngram", ...}\', or leave it out'
+        )
+    if engine.model_config.is_hybrid:
+        yield "speculative decoding with linear layers: leave out --speculative-config"
+
+
+def _unsupported_by_new_blocks(engine: Any) -> Iterator[str]:
+    """Yield the same for what does not work with blocks that are not the engine's."""
+    cache_dtype = engine.cache_config.cache_dtype
+    if cache_dtype not in PLAIN_DTYPES:
+        yield (
+            f"a quantised KV cache (--kv-cache-dtype {cache_dtype}): leave it at auto, or use "
+            "mode 'keep'"
+        )
+
+
+def _unsupported_by_keeping(engine: Any) -> Iterator[str]:
+    """Yield the same for what was not tried with the engine's own blocks."""
+    cache_dtype = engine.cache_config.cache_dtype
+    if cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
+        yield f"--kv-cache-dtype {cache_dtype}: use one of {', '.join(FP8_DTYPES)}, or auto"
+    if engine.cache_config.sliding_window is not None:
+        yield "sliding windows in all layers: their heads have no full cache to read less of"
+    if engine.cache_config.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill: leave it out"
+
+
+def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
+    """Yield the same for settings of weights that are reordered, and of blocks."""
+    quantised = engine.quant_config
+    if quantised is not None and quantised.get_name() not in QUANTISED:
+        yield (
+            f"quantised weights of format {engine.model_config.quantization}, whose heads it "
+            f"cannot reorder: serve one of {', '.join(QUANTISED)}, or a checkpoint in float32, "
+            "bfloat16 or float16"
+        )
+    load_format = str(engine.load_config.load_format)
+    if load_format in NOT_REORDERED:
+        yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"
+    if engine.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
+            "saves memory"
+        )
+    if engine.cache_config.sliding_window is not None:
+        yield "sliding windows in all layers: their heads have no full cache to reallocate"
+    if engine.model_config.is_hybrid and engine.cache_config.enable_prefix_caching:
+        yield "prefix caching of linear layers: pass --no-enable-prefix-caching"
+    if engine.cache_config.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill: leave it out"
+
+
+def prepare_engine(vllm_config: Any) -> float | None:
+    """Resolve what was asked for, and switch off what contradicts it.
+
+    The resolved settings are noted in ``additional_config``, which reaches every process of the
+    engine, and its compilation cache.
+
+    Returns:
+        The sparsity if this process reports on ``/metrics`` what is held and saved, else None.
+
+    Raises:
+        ValueError: for wrong settings, gates that do not fit the model, a model that is not served,
+            and ``prefill: full`` where a prompt may be longer than a step.
+    """
+    model = vllm_config.model_config
+    request = read_request(vllm_config.additional_config)
+    if model is None or request is None or asks_for_rollout(vllm_config.additional_config):
+        return None
+    if model.architecture not in SERVED:
+        raise ValueError(
+            "rlkv: head reallocation does not work with a model of architecture "
+            f"{model.architecture}: serve one of {', '.join(SERVED)}, or leave the rlkv settings "
+            "out"
+        )
+    keeps = parse_settings(request).keeps
+    check_engine(vllm_config, KEEPING if keeps else REALLOCATION)
+    settings = resolve_settings(vllm_config)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if settings.eviction and model.architecture == LEARNED_SINKS:
+        raise ValueError(
+            "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
+            "know: leave eviction out"
+        )
+    if settings.eviction and vllm_config.speculative_config is not None:
+        raise ValueError(
+            "rlkv: eviction does not work with speculative decoding, because what was evicted for "
+            "a draft that is then rejected does not come back: leave out --speculative-config, or "
+            "use sink and window"
+        )
+    assert settings.full is not None
+    found = [len(row) for row in settings.full]
+    heads = list(Layout.from_config(model.hf_config).heads)
+    if found != heads:
+        raise ValueError(
+            f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
+            f"{heads} with full attention"
+        )
+    if not keeps:
+        # refuses an uneven allocation before any process starts
+        deal_heads(settings.full_LH, ranks)
+    _adapt(vllm_config, settings, rounding(request, settings, ranks))
+    caches = vllm_config.cache_config.enable_prefix_caching
+    if settings.keep_prompt_window and not caches:
+        raise ValueError(
+            "rlkv: keep_prompt_window is for prefix caching, which is off: leave it out, or pass "
+            "--enable-prefix-caching (not with eviction, nor with prefill 'full')"
+        )
+    if settings.keep_prompt_window is None:
+        # a protected prompt is kept whole, and in mode keep everything is
+        window = bool(caches) and not settings.protect_prompt and not keeps
+        settings = replace(settings, keep_prompt_window=window)
+    if isinstance(vllm_config.additional_config, dict):
+        resolved = {KEY: settings.to_request()}
+        vllm_config.additional_config = vllm_config.additional_config | resolved
+    # with "full" another process has resolved them, or they are not a server's
+    return None if "full" in request else settings.allocation.sparsity
+
+
+def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:
+    """Say in a sentence what equal shares of ``ranks`` ranks cost; None: nothing."""
+    own = settings.allocation
+    asked = request.get("sparsity")
+    heads = int(own.gated.sum())
+    if ranks == 1 or asked is None or own.num_full == num_full_heads(asked, heads):
+        return None
+    return (
+        f"sparsity {own.sparsity:.4f} instead of {asked}: {own.num_full} of {heads} KV heads are "
+        f"full, a multiple of the {ranks} ranks"
+    )
+
+
+def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> None:
+    """Switch off what is on by default and contradicts the settings, with a warning each."""
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    cache = vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    if rounded:
+        logger.warning("rlkv: %s", rounded)
+    if settings.whole_prompts:
+        _check_steps(scheduler, vllm_config.model_config.max_model_len)
+        if scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold:
+            scheduler.enable_chunked_prefill = False
+            scheduler.long_prefill_token_threshold = 0
+            logger.warning(
+                "rlkv: prefill 'full' reads every prompt in one step, so chunked prefill is "
+                "switched off"
+            )
+    if cache.enable_prefix_caching and (settings.whole_prompts or settings.eviction):
+        cache.enable_prefix_caching = False
+        read = "cached answers were not read in full"
+        why = "eviction keeps no prefixes" if settings.eviction else read
+        logger.warning("rlkv: %s, so prefix caching is switched off", why)
+    if cache.enable_prefix_caching and settings.keeps and settings.protect_prompt:
+        cache.enable_prefix_caching = False
+        logger.warning(
+            "rlkv: mode 'keep' would cache answers together with prompts, and in a protected "
+            "prompt they see more, so prefix caching is switched off"
+        )
+
+
+def _check_steps(scheduler: Any, longest: int) -> None:
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        tokens = getattr(scheduler, name, None)
+        if tokens is not None and tokens < longest:
+            raise ValueError(
+                f"rlkv: prefill 'full' reads every prompt in one step, but a step has {tokens:,} "
+                f"tokens and a text up to {longest:,}: raise --{name.replace('_', '-')}, lower "
+                "--max-model-len, or use prefill 'local'"
+            )

@@ -1,0 +1,128 @@
+"""The check of what attention reads: nothing to find in the engine, and every mutation is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlkv.vllm.packing import SinkWindowDemand
+from tests.helpers.engines import (
+    BLOCK,
+    Served,
+    engine,
+    generate,
+    need_vllm,
+    random_prompts,
+    watch_preemptions,
+)
+
+need_vllm()
+
+from rlkv.vllm import aligned, check, specs
+
+SMALL = {"max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 640}
+POOL = {"num_gpu_blocks_override": 56, "async_scheduling": False}
+PROMPTS = random_prompts((5, 33, 150, 180, 200, 220, 240), seed=2)
+MODES = {
+    "exact": {},
+    "aligned": {"aligned_windows": True},
+    "keep": {"mode": "keep"},
+    "in full": {"prefill": "full"},
+    "protected": {"protect_prompt": True, "aligned_windows": True},
+}
+
+
+def run(served: Served, **settings: Any) -> check.ReachabilityCheck:
+    options = dict(SMALL | POOL)
+    if settings.get("prefill") == "full":
+        options["max_num_batched_tokens"] = 640
+    with engine(served, served.request(0.6, **settings), **options) as llm:
+        generate(llm, PROMPTS[-1:], 20)
+        (again,) = generate(llm, PROMPTS[-1:], 20)
+        preempted = watch_preemptions(llm)
+        generate(llm, PROMPTS, 100)
+        assert preempted
+        assert bool(again.num_cached_tokens) == (settings.get("prefill") != "full")
+    return check._current[0]
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    monkeypatch.setenv(check.VARIABLE, "1")
+    # what an engine held when it was ended by a fault would stay on this process's metrics
+    monkeypatch.setattr(specs.CountingManager, "report", lambda self: None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_found_in_the_engine(llama: Served, mode: str) -> None:
+    found = run(llama, **MODES[mode])
+    # each of 16 heads for every token but the last of each text
+    assert found.sets >= 16 * 99 * len(PROMPTS)
+    assert found.outputs > 10
+    assert found.largest < 1e-5
+
+
+def widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = SinkWindowDemand.__init__
+
+    def wider(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        object.__setattr__(self, "window", self.window + 1)
+
+    monkeypatch.setattr(SinkWindowDemand, "__init__", wider)
+
+
+def free_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = specs.SinkWindowManager.remove_skipped_blocks
+
+    def early(self: Any, request_id: str, processed: int, *args: Any) -> None:
+        stock(self, request_id, processed + BLOCK, *args)
+
+    monkeypatch.setattr(specs.SinkWindowManager, "remove_skipped_blocks", early)
+
+
+def swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = aligned.cut_tables
+
+    def swapped(*args: Any) -> torch.Tensor:
+        table = stock(*args)
+        if table.shape[1] > 2:
+            table = table[:, [1, 0, *range(2, table.shape[1])]]
+        return table
+
+    monkeypatch.setattr(aligned, "cut_tables", swapped)
+
+
+def hit_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = specs.SinkWindowManager.find_longest_cache_hit.__func__
+
+    def wrong(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        tables, length = stock(cls, *args, **kwargs)
+        for table in tables:
+            table[:2] = reversed(table[:2])  # as if a block had another one's hash
+        return tables, length
+
+    monkeypatch.setattr(specs.SinkWindowManager, "find_longest_cache_hit", classmethod(wrong))
+
+
+@pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly])
+def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(RuntimeError, match=check.VARIABLE):
+        run(llama, aligned_windows=True)
+
+
+def test_evictions_are_refused(llama: Served) -> None:
+    with pytest.raises(ValueError, match="does not know what an eviction policy has kept"):
+        run(llama, eviction={"name": "rkv", "budget": 40, "buffer": 24})
+
+
+def test_a_cache_in_fp8(llama: Served) -> None:
+    """Sets are compared; outputs are of rounded keys and values, which float64 ones are not."""
+    with engine(llama, llama.request(0.6, mode="keep"), kv_cache_dtype="fp8") as llm:
+        generate(llm, PROMPTS[:2], 20)
+    found = check._current[0]
+    assert found.sets >= 16 * 19 * 2
+    assert found.outputs == 0

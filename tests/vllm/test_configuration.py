@@ -1,0 +1,321 @@
+"""What an engine's configuration must not hold, and what is changed in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from rlkv.vllm.configuration import check_engine, prepare_engine, rounding
+from rlkv.vllm.settings import KEEPING, REALLOCATION, ROLLOUT, ServingSettings, parse_settings
+from tests.helpers.engines import NGRAM, SINK, WINDOW, Served, engine, engine_config, make_served
+
+REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
+RKV = {"name": "rkv", "budget": 64}
+
+
+TEXT = "model_config__hf_text_config"
+
+
+def fake_engine(**changes: Any) -> Any:
+    """The settings that are looked at, all supported; ``a__b`` sets ``config.a.b``."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            sliding_window=None,
+            kv_sharing_fast_prefill=False,
+            kv_offloading_size=None,
+            enable_prefix_caching=True,
+        ),
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM",
+            hf_config=LlamaConfig(num_hidden_layers=1, num_attention_heads=4),
+            hf_text_config=SimpleNamespace(model_type="llama", num_hidden_layers=1),
+            quantization=None,
+            is_hybrid=False,
+            get_total_num_kv_heads=lambda: 4,
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+        speculative_config=None,
+        quant_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target: Any = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel_config__tensor_parallel_size", 8, "tensor-parallel-size 8 and 4 KV heads"),
+        ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config__decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config__prefill_context_parallel_size", 2, "context parallelism"),
+        ("speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
+        ("cache_config__cache_dtype", "fp8", "fp8"),
+        ("quant_config", SimpleNamespace(get_name=lambda: "bitsandbytes"), "quantised weights"),
+        ("load_config__load_format", "sharded_state", "load-format sharded_state"),
+        ("kv_transfer_config", object(), "KV connectors"),
+        ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache"),
+        ("cache_config__sliding_window", 512, "sliding windows in all layers"),
+        ("model_config__is_hybrid", True, "prefix caching of linear layers"),
+        ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
+        ("cache_config__kv_offloading_size", 4.0, "offloading"),
+        (f"{TEXT}__dual_chunk_attention_config", {"chunk_size": 8}, "dual chunk attention"),
+    ],
+)
+def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engine(fake_engine(**{setting: value}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel_config__tensor_parallel_size", 8, "tensor-parallel-size 8 and 4 KV heads"),
+        ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
+        ("cache_config__cache_dtype", "fp8_per_token_head", "--kv-cache-dtype fp8_per_token_head"),
+        ("kv_transfer_config", object(), "KV connectors"),
+        ("cache_config__kv_offloading_size", 4.0, "offloading"),
+        ("cache_config__sliding_window", 512, "sliding windows in all layers"),
+        ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
+    ],
+)
+def test_what_mode_keep_refuses(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"mode 'keep' does not work with.*{message}"):
+        check_engine(fake_engine(**{setting: value}), KEEPING)
+
+
+def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
+    for setting, value in (
+        ("speculative_config", SimpleNamespace(method="ngram")),
+        ("cache_config__cache_dtype", "fp8"),
+        ("lora_config", object()),
+        ("load_config__load_format", "sharded_state"),
+    ):
+        assert check_engine(fake_engine(**{setting: value}), KEEPING) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "save"}, "mode is 'save': it must be memory or keep"),
+        ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
+        ({"mode": "keep", "aligned_windows": False}, "mode 'keep' reads whole blocks"),
+        ({"mode": "keep", "eviction": RKV}, "do not apply with eviction"),
+        ({"aligned_windows": True, "eviction": RKV}, "do not apply with eviction"),
+    ],
+)
+def test_modes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_settings({"full": ["0110"], **settings})
+
+
+@pytest.mark.parametrize("feature", [REALLOCATION, ROLLOUT])
+def test_graphs_that_would_capture_work_of_the_host(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("", "0"):
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", value)
+        assert check_engine(fake_engine(), feature) is None
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    eager = fake_engine(compilation_config__cudagraph_mode=SimpleNamespace(name="NONE"))
+    assert check_engine(eager, feature) is None
+    message = f"{feature} does not work with breakable.*VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+    with pytest.raises(ValueError, match=message):
+        check_engine(fake_engine(), feature)
+
+
+def test_rollouts_of_hybrids_are_refused() -> None:
+    config = fake_engine(model_config__architecture="Gemma3ForCausalLM")
+    assert check_engine(config) is None
+    with pytest.raises(ValueError, match="does not work with Gemma3ForCausalLM"):
+        check_engine(config, ROLLOUT)
+
+
+def test_drafts() -> None:
+    """Those of n-grams have no cache of their own, and linear layers no place for rejected ones."""
+    drafts = SimpleNamespace(method="ngram")
+    assert check_engine(fake_engine(speculative_config=drafts)) is None
+    with pytest.raises(ValueError, match="rollout does not work with speculative decoding"):
+        check_engine(fake_engine(speculative_config=drafts), ROLLOUT)
+    hybrid = fake_engine(speculative_config=drafts, model_config__is_hybrid=True)
+    with pytest.raises(ValueError, match="speculative decoding with linear layers"):
+        check_engine(hybrid)
+
+
+def test_rollouts_run_one_engine_per_gpu() -> None:
+    config = fake_engine(parallel_config__tensor_parallel_size=2)
+    assert check_engine(config) is None
+    with pytest.raises(ValueError, match="rollout does not work with tensor parallelism"):
+        check_engine(config, ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "refused"),
+    [
+        ("GPT2LMHeadModel", {"rlkv": {"gates": "g", "sparsity": 0.5}}, True),
+        ("GPT2LMHeadModel", {}, False),
+        ("Qwen3ForCausalLM", {"rlkv": {"full": ["0110"], "sink": 4, "window": 8}}, False),
+        # a rollout's engine, with variables of a server around it
+        ("GPT2LMHeadModel", {"rlkv_mixed": {}, "rlkv": {"gates": "g", "sparsity": 0.5}}, False),
+    ],
+)
+def test_other_architectures(architecture: str, settings: dict[str, Any], refused: bool) -> None:
+    pytest.importorskip("vllm")
+    config = fake_engine(model_config__architecture=architecture, additional_config=settings)
+    with pytest.raises(ValueError, match=f"{architecture}") if refused else nullcontext():
+        prepare_engine(config)
+
+
+def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is where the check looks: a new version that decides elsewhere must be noticed."""
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig
+
+    config = SimpleNamespace(
+        _uses_breakable_cudagraph_by_default=lambda: True,
+        compilation_config=SimpleNamespace(mode=None),
+    )
+    if not hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
+        pytest.skip("this version has no breakable graphs")
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "")
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    VllmConfig._maybe_enable_breakable_cudagraph(config)
+    assert os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "1"
+
+
+FULL = ["1100", "1100", "1100", "1000"]  # 7 heads
+SINKS = {"sink": SINK, "window": WINDOW}
+IN_FULL = {"prefill": "full"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}, "fp8"),
+        ({"disable_hybrid_kv_cache_manager": True}, {}, "disable-hybrid-kv-cache-manager"),
+        ({}, {"sparsity": 2}, "sparsity"),
+        ({}, {"gates": "nowhere.safetensors"}, "nowhere.safetensors"),
+        ({}, {"full": FULL[:3], **SINKS}, "for .4, 4, 4. KV heads, layer by layer"),
+        ({"tensor_parallel_size": 8}, {}, "--tensor-parallel-size 8 and 4 KV heads a layer"),
+        ({"tensor_parallel_size": 2}, {"full": FULL, **SINKS}, "7 full heads are not spread"),
+        (
+            {},
+            {"keep_prompt_window": True},
+            "keep_prompt_window is for prefix caching, which is off",
+        ),
+        ({}, {"keep_prompt_window": 1.5}, "keep_prompt_window is 1.5: it must be"),
+        (
+            {"speculative_config": NGRAM},
+            {"eviction": RKV},
+            "eviction does not work with speculative",
+        ),
+        ({"max_num_batched_tokens": 300}, IN_FULL, "300 .*1,024.* --max-num-batched-tokens"),
+        ({"max_num_scheduled_tokens": 300}, IN_FULL, "300 .*1,024.* --max-num-scheduled-tokens"),
+    ],
+)
+def test_the_engine_does_not_start(
+    llama: Served, options: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("vllm")
+    request = {"rlkv": {**llama.request(0.5)["rlkv"], **changes}}
+    with pytest.raises((ValueError, OSError), match=message):
+        engine_config(llama, request, **options)
+
+
+def test_other_models_do_not_start(llama: Served, tmp_path: Path) -> None:
+    """Without the check they would be served with the full cache."""
+    pytest.importorskip("vllm")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    other = make_served(tmp_path, "qwen3")
+    with pytest.raises(ValueError, match="qwen3 with 4 layers"):
+        engine_config(llama, other.request(0.5))
+    sizes = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=1024)
+    GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel"):
+        engine_config(replace(llama, path=tmp_path / "gpt2"), llama.request(0.5))
+
+
+def test_the_settings_are_resolved_once(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are part of the compilation key, and published by the process that resolved them."""
+    pytest.importorskip("vllm")
+    published: list[float] = []
+    monkeypatch.setattr("rlkv.vllm.specs.publish", published.append)
+    full = tuple("".join("01"[one] for one in row) for row in llama.allocation(0.5).full.tolist())
+    resolved = {"rlkv": {"full": full, **SINKS}}
+    engine_config(llama, resolved)
+    assert not published
+    monkeypatch.setenv("RLKV_GATES", str(llama.gates_path))
+    monkeypatch.setenv("RLKV_SPARSITY", "0.5")
+    found = engine_config(llama, None).additional_config["rlkv"]
+    assert found["full"] == full
+    assert "gates" not in found
+    assert published == [0.5]
+    assert not found["keep_prompt_window"]
+    for own, keeps in (({}, True), ({"protect_prompt": True}, False)):
+        config = engine_config(llama, llama.request(0.5, **own), enable_prefix_caching=True)
+        assert config.additional_config["rlkv"]["keep_prompt_window"] == keeps
+        assert config.cache_config.enable_prefix_caching
+    published.pop()
+    published.pop()
+
+
+def test_mode_keep_caches_no_protected_prompts(llama: Served) -> None:
+    """The engine's own managers would cache answers too, which see less than prompts do."""
+    pytest.importorskip("vllm")
+    for protects in (False, True):
+        request = llama.request(0.5, mode="keep", protect_prompt=protects)
+        config = engine_config(llama, request, enable_prefix_caching=True)
+        assert config.cache_config.enable_prefix_caching != protects
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_unasked_a_pooling_model_keeps_its_pooler(llama: Served, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from tests.helpers.models import build_tokenizer
+
+    shutil.copytree(llama.path, tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"runner": "pooling", "skip_tokenizer_init": False, "block_size": 32}
+    prompt = [{"prompt_token_ids": [5, 6, 7]}]
+    with engine(replace(llama, path=tmp_path / "model"), None, **settings) as llm:
+        (output,) = llm.encode(prompt, pooling_task="embed", use_tqdm=False)
+    assert output.outputs.data.shape == (256,)
+
+
+def test_what_equal_shares_cost() -> None:
+    request = {"gates": "g", "sparsity": 0.55}
+    settings = ServingSettings(full=("1100", "1100", "1100", "1100"), sink=16, window=64)
+    sentence = (
+        "sparsity 0.5000 instead of 0.55: 8 of 16 KV heads are full, a multiple of the 2 ranks"
+    )
+    assert rounding(request, settings, 2) == sentence
+    assert rounding(request, settings, 1) is None
+    assert rounding({"full": settings.full}, settings, 2) is None
+    assert rounding({**request, "sparsity": 0.5}, settings, 2) is None
