@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,8 @@ from rlkv.gates.allocation import num_full_heads
 from rlkv.models.layout import Layout
 from rlkv.vllm.settings import (
     ARCHITECTURES,
+    DRAFTING,
+    KEEP,
     KEEPING,
     KEY,
     LEARNED_SINKS,
@@ -38,13 +41,16 @@ NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
     found = [*_unsupported(vllm_config)]
-    if feature == KEEPING:
+    if feature in (KEEPING, DRAFTING):
         found += _unsupported_by_keeping(vllm_config)
     else:
         found += _unsupported_by_new_blocks(vllm_config)
     if feature != ROLLOUT:
-        found += _unsupported_drafts(vllm_config)
         found += _unsupported_ranks(vllm_config)
+    if feature == DRAFTING:
+        found += _unsupported_by_drafting(vllm_config)
+    elif feature != ROLLOUT:
+        found += _unsupported_drafts(vllm_config)
     architecture = vllm_config.model_config.architecture
     if feature == REALLOCATION:
         found += _unsupported_by_reallocation(vllm_config)
@@ -113,6 +119,24 @@ def _unsupported_drafts(engine: Any) -> Iterator[str]:
         )
     if engine.model_config.is_hybrid:
         yield "speculative decoding with linear layers: leave out --speculative-config"
+
+
+def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
+    """Yield the same for drafts of the served model itself."""
+    drafts = engine.speculative_config
+    model = engine.model_config.model
+    asks = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
+    if drafts is None:
+        yield f"no speculative decoding: pass --speculative-config '{json.dumps(asks)}'"
+    elif drafts.method != "draft_model" or drafts.draft_model_config.model != model:
+        yield (
+            f"speculative decoding by {drafts.model or drafts.method}: the served model drafts "
+            f"for itself, pass --speculative-config '{json.dumps(asks)}'"
+        )
+    elif drafts.parallel_drafting or drafts.use_heterogeneous_vocab:
+        yield "parallel_drafting and use_heterogeneous_vocab: leave them out"
+    if engine.lora_config is not None:
+        yield "LoRA adapters, which drafts would not have: leave out --enable-lora"
 
 
 def _unsupported_by_new_blocks(engine: Any) -> Iterator[str]:
@@ -184,8 +208,8 @@ def prepare_engine(vllm_config: Any) -> float | None:
             f"{model.architecture}: serve one of {', '.join(SERVED)}, or leave the rlkv settings "
             "out"
         )
-    keeps = parse_settings(request).keeps
-    check_engine(vllm_config, KEEPING if keeps else REALLOCATION)
+    asked = parse_settings(request)
+    check_engine(vllm_config, asked.feature)
     settings = resolve_settings(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if settings.eviction and model.architecture == LEARNED_SINKS:
@@ -207,7 +231,12 @@ def prepare_engine(vllm_config: Any) -> float | None:
             f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
             f"{heads} with full attention"
         )
-    if not keeps:
+    if settings.drafts and 0 in heads:
+        raise ValueError(
+            "rlkv: mode 'lossless' serves models with full attention in all layers, so that all "
+            "share their blocks: use another mode"
+        )
+    if not settings.keeps:
         # refuses an uneven allocation before any process starts
         deal_heads(settings.full_LH, ranks)
     _adapt(vllm_config, settings, rounding(request, settings, ranks))
@@ -219,7 +248,7 @@ def prepare_engine(vllm_config: Any) -> float | None:
         )
     if settings.keep_prompt_window is None:
         # a protected prompt is kept whole, and in mode keep everything is
-        window = bool(caches) and not settings.protect_prompt and not keeps
+        window = bool(caches) and not settings.protect_prompt and not settings.keeps
         settings = replace(settings, keep_prompt_window=window)
     if isinstance(vllm_config.additional_config, dict):
         resolved = {KEY: settings.to_request()}
@@ -264,7 +293,7 @@ def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> 
         read = "cached answers were not read in full"
         why = "eviction keeps no prefixes" if settings.eviction else read
         logger.warning("rlkv: %s, so prefix caching is switched off", why)
-    if cache.enable_prefix_caching and settings.keeps and settings.protect_prompt:
+    if cache.enable_prefix_caching and settings.mode == KEEP and settings.protect_prompt:
         cache.enable_prefix_caching = False
         logger.warning(
             "rlkv: mode 'keep' would cache answers together with prompts, and in a protected "

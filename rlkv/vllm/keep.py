@@ -1,6 +1,8 @@
-"""Mode keep: all heads hold everything in the engine's own blocks, compressible ones read less.
+"""Modes keep and lossless: all heads hold everything in the engine's own blocks.
 
-It saves reads and no memory, and changes neither blocks nor weights.  A block of H heads is H pages
+In mode keep compressible heads read less; in mode lossless they do while a draft is made, and the
+stock kernel verifies it (:mod:`rlkv.vllm.drafts`).  Both save reads and no memory, and change
+neither blocks nor weights.  A block of H heads is H pages
 side by side: R sequences of H heads are R * H sequences of one head, each with its own length and
 table, for the stock kernel.
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -36,10 +39,11 @@ from rlkv.vllm.aligned import cut_aligned
 from rlkv.vllm.backends import BackendParts
 from rlkv.vllm.check import ReachabilityCheck, Row, SeenTokens, rows_of_tables, start_check
 from rlkv.vllm.configuration import FP8_DTYPES, check_engine
+from rlkv.vllm.drafts import draft_with_heads
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import GapRules
 from rlkv.vllm.reallocation import check_layers, gated_layers
-from rlkv.vllm.settings import KEEPING, ServingSettings, resolve_settings
+from rlkv.vllm.settings import ServingSettings, resolve_settings
 
 BLOCKS = "the engine's blocks"
 
@@ -85,12 +89,27 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
         longest = self.vllm_config.model_config.max_model_len
         self.rules = GapRules(demand, longest, settings.whole_prompts, aligned=True)
         self.group_size = impl.num_queries_per_kv
+        self.only_drafts = settings.drafts
+
+    @cached_property
+    def patterns(self) -> list[tuple[bool, ...]]:
+        """Of layers with heads of both kinds, made late: a drafter names its layers one by one."""
+        context = self.vllm_config.compilation_config.static_forward_context
         patterns = {context[name].impl.compressible for name in self.layer_names}
-        self.patterns = [own for own in patterns if any(own) and not all(own)]
-        self.chosen_LH = torch.tensor(self.patterns)  # bool, of distinct ones
+        return [own for own in patterns if any(own) and not all(own)]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        if self.only_drafts:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> KeepStep:
+        return self._build(0, common_attn_metadata, True)
+
+    def _build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool
     ) -> KeepStep:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         cut = cut_aligned(common_attn_metadata, self.rules, self.vllm_config)
@@ -117,9 +136,10 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _decode(self, step: KeepStep) -> None:
         """Make the rows of all layers in a step of decoding, together: it is a short one."""
-        heads = self.chosen_LH.shape[1]
+        chosen_LH = torch.tensor(self.patterns)
+        heads = chosen_LH.shape[1]
         full, cut = self._pages(step, heads)
-        chosen = self.chosen_LH[:, None, :, None]
+        chosen = chosen_LH[:, None, :, None]
         page_LRHC = torch.where(chosen, cut[:, None], full[:, None])
         page_LRHC += torch.arange(heads, dtype=torch.int32)[:, None]
         lengths_LRH = torch.where(
@@ -197,7 +217,8 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
         **kwargs: Any,
     ) -> Tensor:
         step = attn_metadata
-        if step is not None and any(self.compressible):
+        # in mode lossless the steps that verify have the stock metadata
+        if isinstance(step, KeepStep) and any(self.compressible):
             if not all(self.compressible):
                 self._attend_by_head(layer, query, kv_cache, step, output)
                 step = None
@@ -205,7 +226,9 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
                 step = step.cut
         if step is not None:
             super().forward(layer, query, key, value, kv_cache, step, output, *args, **kwargs)
-        if self.check is not None and attn_metadata is not None:
+        # what a draft reads does not change the text
+        drafts = self.settings.drafts and isinstance(attn_metadata, KeepStep)
+        if self.check is not None and attn_metadata is not None and not drafts:
             self._check(layer, (query, key, value), kv_cache, attn_metadata, output)
         return output
 
@@ -258,15 +281,17 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
         slots = step.slot_mapping
         self.check.write(BLOCKS, blocks * size, slots)
         softmax = Softmax(self.scale)
+        is_uniform = self.settings.drafts or len(set(self.compressible)) == 1
         for head, is_compressible in enumerate(self.compressible):
-            seen = SeenTokens(self.settings, size if is_compressible else None)
-            if len(set(self.compressible)) == 1:
-                key: Any = is_compressible
-                rows = [*rows_of_tables(step.cut if is_compressible else step, size)]
+            reads_less = is_compressible and not self.settings.drafts
+            seen = SeenTokens(self.settings, size if reads_less else None)
+            if is_uniform:
+                rows = [*rows_of_tables(step.cut if reads_less else step, size)]
+                # once for all heads of the layer
+                self.check.compare(BLOCKS, layer.layer_name, iter(rows), heads, seen)
             else:
-                key = (self.compressible, head)
                 rows = [*_rows_of_head(step, self.compressible, head, size)]
-            self.check.compare(BLOCKS, key, iter(rows), 1, seen)
+                self.check.compare(BLOCKS, (self.compressible, head), iter(rows), 1, seen)
             if self.kv_cache_dtype in FP8_DTYPES:  # what is noted would not be rounded
                 continue
             own = []
@@ -311,16 +336,16 @@ class KeepCPUBackend(BackendParts, CPUAttentionBackend):
 
 
 def attach_keep(model: Any, vllm_config: Any) -> None:
-    """Exchange the attention layers with gates under their own names.
+    """Exchange the attention layers with gates under their own names, for mode keep or lossless.
 
     Raises:
         ValueError: for what is not supported or does not fit the model.
     """
-    check_engine(vllm_config, KEEPING)
     settings = resolve_settings(vllm_config)
+    check_engine(vllm_config, settings.feature)
     if not current_platform.is_cpu():
         raise ValueError(
-            "rlkv: mode 'keep' is served by vLLM for CPUs alone: leave mode out on a GPU"
+            f"rlkv: {settings.feature} is served by vLLM for CPUs alone: leave mode out on a GPU"
         )
     check = start_check(settings)
     context = vllm_config.compilation_config.static_forward_context
@@ -328,19 +353,21 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
     check_layers([layer.attn for layer in layers])
     full = int(settings.full_LH.sum())
     logger.info(
-        "rlkv: mode 'keep': %d full and %d compressible heads hold everything; the latter read the "
-        "blocks of %d + %d tokens",
+        "rlkv: %s: %d full and %d compressible heads hold everything; the latter read the blocks "
+        "of %d + %d tokens%s",
+        settings.feature,
         full,
         settings.full_LH.numel() - full,
         settings.sink,
         settings.window,
+        " while they draft" if settings.drafts else "",
     )
     for place, layer in enumerate(layers):
         stock = layer.attn
         if getattr(stock.impl, "sinks", None) is not None:
             raise ValueError(
-                "rlkv: mode 'keep' is not served with learned sinks, which differ by head: leave "
-                "mode out"
+                f"rlkv: {settings.feature} is not served with learned sinks, which differ by "
+                "head: leave mode out"
             )
         del context[stock.layer_name]
         kept = Attention(
@@ -359,3 +386,6 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
         kept.impl.settings = settings
         kept.impl.check = check
         layer.attn = kept
+    if settings.drafts:
+        model.rlkv_drafts = [layer.attn.layer_name for layer in layers]
+        draft_with_heads()

@@ -54,13 +54,15 @@ FULL = "full"
 LOCAL = "local"
 PREFILLS = (LOCAL, FULL)
 
-# what head reallocation saves: bytes that are held, or bytes that are read
+# what head reallocation saves: bytes that are held, bytes that are read, or those of drafts alone
 MEMORY = "memory"
 KEEP = "keep"
+LOSSLESS = "lossless"
 
 ELSEWHERE = "transformers (rlkv-infer --backend hf, rlkv-eval --engine hf)"
 REALLOCATION = "head reallocation"
 KEEPING = "mode 'keep'"
+DRAFTING = "mode 'lossless'"
 ROLLOUT = "a mixed-attention rollout"
 
 
@@ -90,6 +92,8 @@ class ServingSettings:
             stock kernels read without a mask, instead of exactly these tokens.
         mode: ``memory``: compressible heads hold less.  ``keep``: all heads hold everything, in the
             engine's own blocks, and compressible ones read less (aligned windows only).
+            ``lossless``: they read less while they draft for the served model itself, which
+            verifies with all heads (``--speculative-config`` with method ``draft_model``).
         keep_prompt_window: while a request runs, compressible heads also keep the window at whose
             end a request with the same prompt can go on (prefix caching of sinks and window
             only); default: whether prefixes are cached.
@@ -130,7 +134,7 @@ class ServingSettings:
             ("prefill", PREFILLS),
             ("protect_prompt", (None, False, True)),
             ("aligned_windows", (None, False, True)),
-            ("mode", (MEMORY, KEEP)),
+            ("mode", (MEMORY, KEEP, LOSSLESS)),
             ("keep_prompt_window", (None, False, True)),
         ):
             value = getattr(self, name)
@@ -139,13 +143,17 @@ class ServingSettings:
                 raise ValueError(f"rlkv: {name} is {value!r}: it must be {allowed}")
         if self.keeps and self.aligned_windows is False:
             raise ValueError(
-                "rlkv: mode 'keep' reads whole blocks: leave aligned_windows out, or use mode "
+                f"rlkv: {self.feature} reads whole blocks: leave aligned_windows out, or use mode "
                 "'memory'"
             )
         if self.keeps and self.keep_prompt_window:
             raise ValueError(
-                "rlkv: mode 'keep' keeps every block: leave keep_prompt_window out, or use mode "
-                "'memory'"
+                f"rlkv: {self.feature} keeps every block: leave keep_prompt_window out, or use "
+                "mode 'memory'"
+            )
+        if self.drafts and self.prefill == FULL:
+            raise ValueError(
+                "rlkv: mode 'lossless' always reads prompts in full: leave prefill out"
             )
         policy = self.policy()
         if policy is not None:
@@ -165,8 +173,8 @@ class ServingSettings:
             )
         elif self.keeps or self.aligned_windows:
             wrong = (
-                "mode 'keep' and aligned_windows do not apply with eviction, which drops tokens "
-                "one by one: leave them out"
+                "modes 'keep' and 'lossless', and aligned_windows, do not apply with eviction, "
+                "which drops tokens one by one: leave them out"
             )
         elif self.prefill == FULL:
             wrong = (
@@ -254,7 +262,17 @@ class ServingSettings:
     @property
     def keeps(self) -> bool:
         """True if all heads hold everything."""
-        return self.mode == KEEP
+        return self.mode != MEMORY
+
+    @property
+    def drafts(self) -> bool:
+        """True if compressible heads read less in drafts alone."""
+        return self.mode == LOSSLESS
+
+    @property
+    def feature(self) -> str:
+        """What was asked for, as refusals name it."""
+        return {MEMORY: REALLOCATION, KEEP: KEEPING, LOSSLESS: DRAFTING}[self.mode]
 
     @property
     def whole_prompts(self) -> bool:

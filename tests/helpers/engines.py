@@ -132,6 +132,7 @@ DELTA = LINEAR | {"noise": 0.05}
 CHUNKS = {"max_num_batched_tokens": 100, "async_scheduling": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 DRAFTS = {**SMALL, "speculative_config": NGRAM, "disable_log_stats": False}
+ITSELF = {"method": "draft_model", "num_speculative_tokens": 3}  # of the served model
 REPEATS = {"noise": 0.05}  # some n-grams of its texts come again, and some go on as before
 ENGINES = {
     "sinks": EngineKey(sparsity=0.6, options={**SMALL, "num_gpu_blocks_override": 56}),
@@ -181,6 +182,16 @@ ENGINES = {
         0.625,
         {"aligned_windows": True, "prefill": "full", "sink": 33, "window": 40},
         model=SLIDING,
+    ),
+    "lossless": EngineKey(
+        sparsity=0.6,
+        settings={"mode": "lossless"},
+        options={
+            **SMALL,
+            "num_gpu_blocks_override": 56,
+            "speculative_config": ITSELF,
+            "disable_log_stats": False,
+        },
     ),
     "lora": EngineKey(options=LORA),
     "drafts": EngineKey(
@@ -286,6 +297,8 @@ def open_engine(served: Served, additional_config: dict[str, Any] | None, **opti
     if llvm is not None:  # of n-gram drafts: the next engine's search for kernels trips over it
         llvm.lib._fntab["__dict__"] = {}
     settings = {**DEFAULTS, **options}
+    if settings.get("speculative_config") == ITSELF:
+        settings["speculative_config"] = {**ITSELF, "model": str(served.path)}
     try:
         return LLM(str(served.path), additional_config=additional_config or {}, **settings)
     except BaseException:

@@ -10,6 +10,7 @@ import torch
 from rlkv.vllm.packing import SinkWindowDemand
 from tests.helpers.engines import (
     BLOCK,
+    ITSELF,
     Served,
     engine,
     generate,
@@ -29,6 +30,7 @@ MODES = {
     "exact": {},
     "aligned": {"aligned_windows": True},
     "keep": {"mode": "keep"},
+    "lossless": {"mode": "lossless"},
     "in full": {"prefill": "full"},
     "protected": {"protect_prompt": True, "aligned_windows": True},
 }
@@ -38,6 +40,8 @@ def run(served: Served, **settings: Any) -> check.ReachabilityCheck:
     options = dict(SMALL | POOL)
     if settings.get("prefill") == "full":
         options["max_num_batched_tokens"] = 640
+    if settings.get("mode") == "lossless":
+        options |= {"speculative_config": ITSELF, "num_gpu_blocks_override": 42}
     with engine(served, served.request(0.6, **settings), **options) as llm:
         generate(llm, PROMPTS[-1:], 20)
         (again,) = generate(llm, PROMPTS[-1:], 20)

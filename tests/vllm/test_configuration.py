@@ -14,7 +14,14 @@ import pytest
 from transformers import LlamaConfig
 
 from rlkv.vllm.configuration import check_engine, prepare_engine, rounding
-from rlkv.vllm.settings import KEEPING, REALLOCATION, ROLLOUT, ServingSettings, parse_settings
+from rlkv.vllm.settings import (
+    DRAFTING,
+    KEEPING,
+    REALLOCATION,
+    ROLLOUT,
+    ServingSettings,
+    parse_settings,
+)
 from tests.helpers.engines import NGRAM, SINK, WINDOW, Served, engine, engine_config, make_served
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
@@ -47,12 +54,14 @@ def fake_engine(**changes: Any) -> Any:
             quantization=None,
             is_hybrid=False,
             get_total_num_kv_heads=lambda: 4,
+            model="llama",
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         load_config=SimpleNamespace(load_format="auto"),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
         speculative_config=None,
         quant_config=None,
+        lora_config=None,
         kv_transfer_config=None,
     )
     for path, value in changes.items():
@@ -120,7 +129,8 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "save"}, "mode is 'save': it must be memory or keep"),
+        ({"mode": "save"}, "mode is 'save': it must be memory or keep or lossless"),
+        ({"mode": "lossless", "prefill": "full"}, "always reads prompts in full: leave prefill"),
         ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
         ({"mode": "keep", "aligned_windows": False}, "mode 'keep' reads whole blocks"),
         ({"mode": "keep", "eviction": RKV}, "do not apply with eviction"),
@@ -130,6 +140,27 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
 def test_modes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_settings({"full": ["0110"], **settings})
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (None, 'no speculative decoding: pass --speculative-config \'{"method": "draft_model"'),
+        ({"method": "ngram", "model": None}, "by ngram: the served model drafts for itself"),
+        ({"method": "draft_model", "model": "smaller"}, "by smaller: the served model drafts"),
+        ({"parallel_drafting": True}, "parallel_drafting and use_heterogeneous_vocab"),
+        ({}, "LoRA adapters, which drafts would not have"),
+    ],
+)
+def test_what_mode_lossless_refuses(drafts: dict[str, Any] | None, message: str) -> None:
+    config = fake_engine(lora_config=object())
+    if drafts is not None:
+        own = {"method": "draft_model", "model": config.model_config.model}
+        own |= {"parallel_drafting": False, "use_heterogeneous_vocab": False, **drafts}
+        draft = SimpleNamespace(model=own["model"])
+        config.speculative_config = SimpleNamespace(draft_model_config=draft, **own)
+    with pytest.raises(ValueError, match=f"mode 'lossless' does not work with.*{message}"):
+        check_engine(config, DRAFTING)
 
 
 @pytest.mark.parametrize("feature", [REALLOCATION, ROLLOUT])

@@ -1,0 +1,126 @@
+"""Mode lossless: the full model's tokens, drafted by the same model with compressed heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.engines import (
+    BLOCK,
+    ENGINES,
+    ITSELF,
+    SINK,
+    WINDOW,
+    Served,
+    block_manager,
+    check_equal,
+    engine,
+    generate,
+    need_vllm,
+    random_prompts,
+    watch_preemptions,
+)
+from tests.vllm.conftest import Serving
+
+need_vllm()
+
+from rlkv.vllm.check import SeenTokens
+from rlkv.vllm.drafts import HeadDraftProposer
+from rlkv.vllm.settings import ServingSettings
+
+LOSSLESS = ENGINES["lossless"].settings
+LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
+DRAFTS = {"speculative_config": ITSELF, "disable_log_stats": False}
+
+
+def counted(llm: Any) -> tuple[int, int]:
+    """Drafted and accepted tokens."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    drafted = found["vllm:spec_decode_num_draft_tokens"].value
+    return drafted, found["vllm:spec_decode_num_accepted_tokens"].value
+
+
+@pytest.mark.engine("lossless")
+def test_tokens_are_the_full_models(serving: Serving) -> None:
+    prompts = random_prompts((150, 180, 200, 220, 240, 260), seed=2)
+    preempted = watch_preemptions(serving.llm)
+    outputs = generate(serving.llm, random_prompts(LENGTHS), 80)
+    outputs += generate(serving.llm, prompts, 160)
+    again = generate(serving.llm, prompts[-1:], 40)
+    assert preempted
+    assert again[0].num_cached_tokens >= 4 * BLOCK
+    assert check_equal(serving.served, 0.0, outputs + again) == 1480
+    drafted, accepted = counted(serving.llm)
+    assert 0 < accepted < drafted
+    pool = block_manager(serving.llm).block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+
+
+@pytest.mark.engine("lossless")
+def test_sampled_tokens_have_the_full_models_log_probabilities(serving: Serving) -> None:
+    outputs = generate(serving.llm, random_prompts((40, 90)), 60, temperature=1.0, n=2)
+    assert check_equal(serving.served, 0.0, outputs, greedy=False) == 240
+
+
+@pytest.mark.usefixtures("alone")
+def test_drafts_of_all_heads_are_accepted(llama: Served) -> None:
+    with engine(llama, llama.request(0.0, **LOSSLESS), **DRAFTS) as llm:
+        outputs = generate(llm, random_prompts(LENGTHS), 81)  # 1 of the prompt, 4 of each round
+        assert check_equal(llama, 0.0, outputs) == 6 * 81
+        assert counted(llm) == (6 * 60, 6 * 60)
+
+
+@pytest.mark.usefixtures("alone")
+def test_drafts_see_sinks_and_window(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[tuple[int, list[int]]] = []
+    stock = HeadDraftProposer.propose
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = stock(self, *args, **kwargs)
+        after_last = int(self.positions[0]) - 2  # of the third of the draft's queries
+        rounds.append((after_last, found[0].tolist()))
+        return found
+
+    monkeypatch.setattr(HeadDraftProposer, "propose", noted)
+    with engine(llama, llama.request(1.0, **LOSSLESS), **DRAFTS) as llm:
+        (output,) = generate(llm, random_prompts((333,)), 60)
+    text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    seen = SeenTokens(ServingSettings(full=("0000",), sink=SINK, window=WINDOW), BLOCK)
+    assert len(rounds) > 15
+    for first, drafts in rounds:
+        if first >= len(text):  # after the last token
+            continue
+        with torch.no_grad():
+            cache = llama.model(torch.tensor([text[:first]])).past_key_values
+            mask = torch.full((1, 1, 3, first + 3), -torch.inf)
+            for row in range(3):
+                mask[..., row, seen.positions(first + row, 0)] = 0
+            queries = torch.tensor([[text[first], *drafts[:2]]])
+            logits = llama.model(queries, attention_mask=mask, past_key_values=cache).logits
+        assert logits[0].argmax(-1).tolist() == drafts
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8"},
+        pytest.param({"enforce_eager": False}, marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_tokens_are_the_stock_engines(llama: Served, options: dict[str, Any]) -> None:
+    prompts = random_prompts(LENGTHS)
+    found = []
+    for request, drafts in ((None, {}), (llama.request(0.6, **LOSSLESS), DRAFTS)):
+        with engine(llama, request, **options, **drafts) as llm:
+            outputs = generate(llm, prompts, 60)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
