@@ -48,6 +48,8 @@ CALLS = {
     "vllm.utils.torch_utils:_encode_layer_name": "layer_name",
     "vllm.utils.torch_utils:_resolve_layer_name": "layer_name",
     f"{ATTENTION}:CommonAttentionMetadata.replace": "self",
+    f"{ATTENTION}:CommonAttentionMetadata.batch_size": "self",
+    "vllm.v1.spec_decode.draft_model:DraftModelProposer.propose": "num_rejected_tokens_gpu",
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build": (
         "common_prefix_len common_attn_metadata fast_build"
     ),
@@ -98,7 +100,12 @@ FIELDS = {
     "vllm.lora.model_manager:LoRAModelManager": "model",
     "vllm.lora.lora_model:LoRAModel": "loras",
     "vllm.lora.lora_weights:LoRALayerWeights": "lora_a lora_b",
-    "vllm.config:SpeculativeConfig": "method",
+    "vllm.config:SpeculativeConfig": (
+        "method model draft_model_config parallel_drafting use_heterogeneous_vocab"
+    ),
+    "vllm.v1.spec_decode.draft_model:DraftModelProposer": (
+        "model input_ids positions block_size device vllm_config _draft_attn_layer_names"
+    ),
     "vllm.config:CompilationConfig": "static_forward_context splitting_ops cudagraph_mode",
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
@@ -111,7 +118,7 @@ FIELDS = {
     f"{ATTENTION}:AttentionCGSupport": "ALWAYS UNIFORM_SINGLE_TOKEN_DECODE",
     f"{ATTENTION}:CommonAttentionMetadata": (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
-        "num_actual_tokens max_query_len max_seq_len block_table_tensor "
+        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
         "is_prefilling rswa_prefix_lens"
     ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata": (
