@@ -397,6 +397,9 @@ def full_backend(stock: Attention, aligned: bool = False) -> type[AttentionBacke
     return FullBackend
 
 
+CPU_KERNELS = CPUAttentionBackend.get_name()
+
+
 class FullCPUBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

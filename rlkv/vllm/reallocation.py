@@ -6,7 +6,7 @@ block table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from rlkv.attention.softmax import Softmax
 from rlkv.models.layout import Layout
-from rlkv.vllm.backends import full_backend, local_backend, pooled_backend
+from rlkv.vllm.backends import CPU_KERNELS, full_backend, local_backend, pooled_backend
 from rlkv.vllm.check import (
     ReachabilityCheck,
     Row,
@@ -40,6 +40,7 @@ from rlkv.vllm.check import (
 from rlkv.vllm.configuration import check_engine
 from rlkv.vllm.evicting import Eviction, evicting_backend
 from rlkv.vllm.head_order import HeadOrder
+from rlkv.vllm.joined import JoinedBins
 from rlkv.vllm.packing import (
     Bin,
     BufferDemand,
@@ -190,36 +191,37 @@ class PartAttention:
             self.impl.do_kv_cache_update(own, key, value, self.kv_cache, slots)
         self.impl.forward(own, query, key, value, self.kv_cache, metadata, output)
         if own.check is not None and metadata is not None:
-            self._check(own, metadata, slots, (query, key, value), output)
+            if isinstance(metadata, tuple):
+                _, reads, prompts = metadata
+                rows = [*rows_of_reads(reads, prompts, slots)]
+            else:
+                rows = [*rows_of_tables(metadata, self.kv_cache.shape[2])]
+            self.check(own, rows, slots, (query, key, value), output)
 
-    def _check(
+    def check(
         self,
         own: BinAttention,
-        metadata: Any,
+        rows: list[Row],
         slots: Tensor,
         states: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
+        head: Any = None,
     ) -> None:
+        """Compare what the kernel was handed for all heads of the bin, or for a ``head`` alone."""
         check = own.check
         assert check is not None
         blocks, _, size, _ = self.kv_cache.shape
         entries = blocks * size
-
-        def rows() -> Iterator[Row]:
-            if isinstance(metadata, tuple):
-                _, reads, prompts = metadata
-                return rows_of_reads(reads, prompts, slots)
-            return rows_of_tables(metadata, size)
-
         block = None
         if isinstance(own.kept, GapRules):
             block = size if own.kept.aligned else 1
         seen = SeenTokens(own.settings, block)
         check.write(self.bin_name, entries, slots)
-        check.compare(self.bin_name, None, rows(), len(own.bin.heads), seen)
+        heads = len(own.bin.heads) if head is None else 1
+        check.compare(self.bin_name, head, iter(rows), heads, seen)
         softmax = Softmax(self.impl.scale, sinks_N=getattr(self.impl, "sinks", None))
         name = f"{self.bin_name}, heads from {self.first} on"
-        check.recompute(name, entries, slots, states, rows(), softmax, output)
+        check.recompute(name, entries, slots, states, iter(rows), softmax, output)
 
 
 class SplitAttention(nn.Module):
@@ -229,11 +231,19 @@ class SplitAttention(nn.Module):
     slice.
     """
 
-    def __init__(self, stock: Attention, parts: list[PartAttention], vllm_config: Any) -> None:
+    def __init__(
+        self,
+        stock: Attention,
+        parts: list[PartAttention],
+        vllm_config: Any,
+        joined: JoinedBins | None = None,
+    ) -> None:
         super().__init__()
         self.layer_name = stock.layer_name
         self.head_size = stock.head_size
         self.parts = parts
+        self.joined = joined
+        self.number = None if joined is None else joined.add_layer(parts)
         self.heads = [part.num_heads for part in parts]
         self.kv_heads = [part.num_kv_heads for part in parts]
         compilation = vllm_config.compilation_config
@@ -251,6 +261,10 @@ class SplitAttention(nn.Module):
         return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        if self.joined is not None and self.number is not None:
+            states = [t.view(len(t), -1, self.head_size) for t in (query, key, value, output)]
+            self.joined.attend(self.number, *states)
+            return
         slices = []
         for tensor, heads in (
             (query, self.heads),
@@ -331,6 +345,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         bins[-1].settings = settings
         bins[-1].check = check
     model.rlkv_bins = nn.ModuleList(bins)
+    joined = _joined(bins, layers, vllm_config)
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
     model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
     for number, layer in enumerate(layers):
@@ -343,7 +358,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         parts = []
         for part, own_sinks in zip(own_parts, sinks, strict=True):
             parts.append(bins[part.bin].add_part(part, own_sinks))
-        layer.attn = SplitAttention(stock, parts, vllm_config)
+        layer.attn = SplitAttention(stock, parts, vllm_config, joined)
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
@@ -370,6 +385,17 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         order[layer] = [head for own in plans for head in own.head_order(number)]
     gates_outputs = getattr(layers[0], "attn_output_gate", False)
     return HeadOrder(order, group_size, stock.head_size, gates_outputs)
+
+
+def _joined(bins: list[BinAttention], layers: list[Any], vllm_config: Any) -> JoinedBins | None:
+    """Return what reads several bins in one launch, of stock CPU kernels; None: nothing does."""
+    learned = getattr(layers[0].attn.impl, "sinks", None)
+    stock = all(own.attn_backend.get_name() == CPU_KERNELS for own in bins)
+    if not stock or learned is not None:
+        return None
+    least = min(own.bin.demand.block_size for own in bins)
+    equal = [own for own in bins if own.bin.demand.block_size == least]
+    return JoinedBins(equal, vllm_config.model_config.dtype)
 
 
 def gated_layers(model: Any, vllm_config: Any) -> list[Any]:

@@ -1,0 +1,133 @@
+"""Bins that are read together: a launch for each layer, where blocks of its bins are equally long.
+
+All bins are in one pool, and a block has the same number in all of them: their heads are pages of
+one cache (:mod:`rlkv.vllm.head_rows`), so a layer's parts are sequences of one call of the stock
+CPU kernel, and one call stores their keys and values.
+
+Shapes: K bins, L layers, H KV heads of a layer, G query heads for each, D head size, T tokens of a
+step, N tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.attention.attention import get_attention_context
+
+from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, Places, StepRows
+
+if TYPE_CHECKING:
+    from rlkv.vllm.reallocation import BinAttention, PartAttention
+
+
+class JoinedBins:
+    """The bins of layers that are read together, with what is made once in a step for all of them.
+
+    Attributes:
+        bins: whose blocks have equally many tokens.
+        layers: the parts of each layer that has several of these bins.
+    """
+
+    def __init__(self, bins: Sequence[BinAttention], dtype: torch.dtype) -> None:
+        self.bins = bins
+        self.dtype = dtype
+        self.layers: list[list[PartAttention]] = []
+        self._rows: StepRows | None = None
+        self._pages = torch.empty(0)
+        self._slots_LN = torch.empty(0)
+
+    def add_layer(self, parts: list[PartAttention]) -> int | None:
+        """Return the number under which a layer's parts are read together; None: they are not."""
+        names = [own.layer_name for own in self.bins]
+        if len(parts) == 1 or not all(part.bin_name in names for part in parts):
+            return None
+        self.layers.append(parts)
+        return len(self.layers) - 1
+
+    def places(self, layer: int) -> Places:
+        """Return where the heads of a layer are, part by part."""
+        names = [own.layer_name for own in self.bins]
+        found = []
+        for part in self.layers[layer]:
+            for head in range(part.num_kv_heads):
+                found.append(HeadPlace(names.index(part.bin_name), part.first + head))
+        return tuple(found)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Store and attend, with states ``[T, heads, D]`` of all parts."""
+        found = [get_attention_context(own.layer_name) for own in self.bins]
+        kinds = [metadata for metadata, *_ in found]
+        if kinds[0] is None:  # the engine's profiling run
+            return
+        slots = [own[3] for own in found]
+        if self._rows is None or self._rows.kinds[0] is not kinds[0]:
+            self._begin(kinds, slots)
+        assert self._rows is not None
+        own = self.bins[0]
+        kernel = self._rows.of.kernel
+        keys, values = self._pages.chunk(2, 2)
+        tokens = len(slots[0])
+        ops.cpu_attn_reshape_and_cache(
+            key[:tokens].reshape(-1, 1, kernel.head_size),
+            value[:tokens].reshape(-1, 1, kernel.head_size),
+            keys,
+            values,
+            self._slots_LN[layer],
+            kernel.isa,
+            k_scale=own._k_scale_float,
+            v_scale=own._v_scale_float,
+            kv_cache_dtype=kernel.kv_cache_dtype,
+        )
+        places = self._rows.of.layers[layer]
+        self._rows.attend(own, places, query, self._pages, own.impl.scale, output)
+        if own.check is not None:
+            self._check(layer, slots, (query, key, value), output)
+
+    def _begin(self, kinds: list[Any], slots: list[Tensor]) -> None:
+        """Make what all layers share in a step."""
+        cache = self.bins[0].kv_cache
+        blocks, _, size, twice = cache.shape
+        page = size * twice
+        pages = cache.stride(0) // page
+        for own in self.bins:
+            assert own.kv_cache.data_ptr() == cache.data_ptr(), "bins in several pools"
+            assert own.kv_cache.stride(0) == pages * page, "pages that begin within another one"
+        if self._rows is None or self._rows.of.pages != pages:
+            own = self.bins[0]
+            kernel = Kernel(own.head_size, self.dtype, own.isa, own.kv_cache_dtype, size)
+            layers = [self.places(number) for number in range(len(self.layers))]
+            group_size = own.impl.num_heads // own.impl.num_kv_heads
+            of = HeadLayers(layers, pages, kernel, group_size)
+        else:
+            of = self._rows.of
+        most = max(own.kv_cache.shape[1] for own in self.bins)
+        shape = ((blocks - 1) * pages + most, 1, 2 * size, twice // 2)
+        self._pages = cache.as_strided(shape, (page, page, twice // 2, 1))
+        self._rows = StepRows(of, kinds)
+        kind_LH, page_LH = of.numbers.unbind(-1)
+        slot_LTH = torch.stack(slots)[kind_LH].transpose(1, 2)
+        block = slot_LTH // size * pages + page_LH[:, None]
+        found = (block * size + slot_LTH % size).where(slot_LTH >= 0, -1)
+        self._slots_LN = found.flatten(1)
+
+    def _check(
+        self, layer: int, slots: list[Tensor], states: Sequence[Tensor], output: Tensor
+    ) -> None:
+        assert self._rows is not None
+        places = self._rows.of.layers[layer]
+        first = 0
+        for part in self.layers[layer]:
+            end = first + part.num_kv_heads
+            group = part.num_heads // part.num_kv_heads
+            query, key, value = states
+            mine = slice(first * group, end * group)
+            own = (query[:, mine], key[:, first:end], value[:, first:end])
+            kind = places[first].kind
+            for head in range(first, end):
+                rows = [*self._rows.handed(places, head)]
+                part.check(self.bins[kind], rows, slots[kind], own, output[:, mine], (layer, head))
+            first = end
