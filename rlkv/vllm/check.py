@@ -173,7 +173,9 @@ class ReachabilityCheck:
             out: ``[tokens, query heads, size]``.
         """
         query, key, value = states
-        noted = self._states.setdefault(name, key.new_zeros(2, entries, *key.shape[1:]))
+        if name not in self._states:  # as large as the layer's cache: made once
+            self._states[name] = key.new_zeros(2, entries, *key.shape[1:])
+        noted = self._states[name]
         kept = slots >= 0
         tokens = len(slots)
         noted[0, slots[kept]] = key[:tokens][kept]

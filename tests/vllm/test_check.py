@@ -20,6 +20,7 @@ from tests.helpers.engines import (
 
 need_vllm()
 
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm import aligned, check, specs
 
 SMALL = {"max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 640}
@@ -126,3 +127,23 @@ def test_a_cache_in_fp8(llama: Served) -> None:
     found = check._current[0]
     assert found.sets >= 16 * 19 * 2
     assert found.outputs == 0
+
+
+def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as the cache: made anew for each call they would take most of the time."""
+    made = []
+    stock = torch.Tensor.new_zeros
+
+    def counted(self: torch.Tensor, *size: int) -> torch.Tensor:
+        made.append(size)
+        return stock(self, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    states = (torch.ones(1, 2, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    found = check.ReachabilityCheck()
+    for call in range(check.OUTPUTS_EVERY):
+        slots = torch.tensor([call])
+        rows = iter([check.Row(0, slots)])
+        found.recompute("layer", 64, slots, states, rows, Softmax(0.5), torch.ones(1, 2, 4))
+    assert made == [(2, 64, 1, 4)]
+    assert found.outputs == 1
