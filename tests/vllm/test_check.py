@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.settings import CHECK
 from tests.helpers.engines import (
     BLOCK,
     Served,
@@ -51,7 +52,7 @@ def run(served: Served, **settings: Any) -> check.ReachabilityCheck:
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    monkeypatch.setenv(check.VARIABLE, "1")
+    monkeypatch.setenv(CHECK, "1")
     # what an engine held when it was ended by a fault would stay on this process's metrics
     monkeypatch.setattr(specs.CountingManager, "report", lambda self: None)
 
@@ -111,7 +112,7 @@ def hit_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly])
 def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    with pytest.raises(RuntimeError, match=check.VARIABLE):
+    with pytest.raises(RuntimeError, match=CHECK):
         run(llama, aligned_windows=True)
 
 
