@@ -11,6 +11,7 @@ from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.settings import CHECK
 from tests.helpers.engines import (
     BLOCK,
+    Engines,
     Served,
     engine,
     generate,
@@ -128,6 +129,16 @@ def test_a_cache_in_fp8(llama: Served) -> None:
     found = check._current[0]
     assert found.sets >= 16 * 19 * 2
     assert found.outputs == 0
+
+
+def test_outputs_with_learned_sinks(engines: Engines) -> None:
+    """They are part of what is computed again."""
+    served = engines.served("gpt_oss")
+    with engine(served, served.request(0.625), **SMALL, **POOL) as llm:
+        generate(llm, PROMPTS[:3], 100)
+    found = check._current[0]
+    assert found.outputs >= 10
+    assert found.largest < 1e-5
 
 
 def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
