@@ -152,7 +152,8 @@ class TorchImpl(AttendingImpl):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
-        self.softmax = Softmax(self.scale, sinks_N=kw.get("sinks"))
+        self.sinks = kw.get("sinks")
+        self.softmax = Softmax(self.scale, sinks_N=self.sinks)
         self.num_kv_heads = num_kv_heads
 
 

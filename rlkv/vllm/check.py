@@ -10,7 +10,6 @@ Sinks and windows only: what an eviction policy has kept does not follow from po
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import wraps
@@ -25,9 +24,8 @@ from vllm.platforms import current_platform
 
 from rlkv.attention.softmax import Softmax
 from rlkv.vllm.paged import Reads
-from rlkv.vllm.settings import FULL, ServingSettings
+from rlkv.vllm.settings import CHECK, FULL, ServingSettings, asks_for_check
 
-VARIABLE = "RLKV_CHECK"
 OUTPUTS_EVERY = 29  # calls of a layer of which one is computed again
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 UNWRITTEN = -1
@@ -147,7 +145,7 @@ class ReachabilityCheck:
                 missing = len(set(wanted) - set(found))
                 foreign = len(set(found) - set(wanted))
                 raise RuntimeError(
-                    f"rlkv: {VARIABLE}: the query at position {position:,} is handed "
+                    f"rlkv: {CHECK}: the query at position {position:,} is handed "
                     f"{len(found):,} entries of {table}, where the settings say {len(wanted):,}: "
                     f"{missing:,} are missing and {foreign:,} are of other tokens"
                 )
@@ -173,7 +171,9 @@ class ReachabilityCheck:
             out: ``[tokens, query heads, size]``.
         """
         query, key, value = states
-        noted = self._states.setdefault(name, key.new_zeros(2, entries, *key.shape[1:]))
+        if name not in self._states:  # as large as the layer's cache: made once
+            self._states[name] = key.new_zeros(2, entries, *key.shape[1:])
+        noted = self._states[name]
         kept = slots >= 0
         tokens = len(slots)
         noted[0, slots[kept]] = key[:tokens][kept]
@@ -189,7 +189,7 @@ class ReachabilityCheck:
         scale = float(values.abs().max())
         if difference > TOLERANCES[out.dtype] * max(1.0, scale):
             raise RuntimeError(
-                f"rlkv: {VARIABLE}: an output of {name} is {difference:.1e} off float64"
+                f"rlkv: {CHECK}: an output of {name} is {difference:.1e} off float64"
             )
         self.outputs += 1
         self.largest = max(self.largest, difference)
@@ -239,15 +239,15 @@ def start_check(settings: ServingSettings) -> ReachabilityCheck | None:
     Raises:
         ValueError: where the check does not see what is read.
     """
-    if os.environ.get(VARIABLE, "0") in ("", "0"):
+    if not asks_for_check():
         return None
     if settings.eviction is not None:
         raise ValueError(
-            f"rlkv: {VARIABLE} does not know what an eviction policy has kept: leave one of the "
+            f"rlkv: {CHECK} does not know what an eviction policy has kept: leave one of the "
             "two out"
         )
     if not current_platform.is_cpu():
-        raise ValueError(f"rlkv: {VARIABLE} runs on the CPU build of vLLM alone: leave it out")
+        raise ValueError(f"rlkv: {CHECK} runs on the CPU build of vLLM alone: leave it out")
     _current[:] = [ReachabilityCheck()]
     _watch_runner()
     return _current[0]

@@ -39,7 +39,15 @@ from rlkv.rollout.decoding import Row, StopRule
 from rlkv.rollout.footprint import GIB
 from rlkv.vllm.packing import OtherLayer, plan_heads
 from rlkv.vllm.plugin import check_installed, check_version
-from rlkv.vllm.settings import ARCHITECTURES, KEY, MIXED_KEY, ServingSettings, resolve_settings
+from rlkv.vllm.settings import (
+    ARCHITECTURES,
+    CHECK,
+    KEY,
+    MIXED_KEY,
+    ServingSettings,
+    asks_for_check,
+    resolve_settings,
+)
 
 _ENVIRONMENT = {
     # the engine lives in this process; "1" gives it one of its own
@@ -321,6 +329,10 @@ def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
             "with --rollout hf"
         )
     check_installed()
+    if asks_for_check():
+        raise ValueError(
+            f"rlkv: {CHECK} compares what served models read, and knows no rollouts: leave it out"
+        )
     return {
         "additional_config": {MIXED_KEY: asdict(sizes)},
         "worker_extension_cls": "rlkv.vllm.models.GateWorker",

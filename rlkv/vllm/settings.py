@@ -45,6 +45,7 @@ SERVED = (
 KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
+CHECK = "RLKV_CHECK"  # likewise: compare what is read with the settings (rlkv.vllm.check)
 # their scores need the keys and the last queries alone, head by head
 EVICTIONS = ("rkv", "snapkv")
 TEMPERATURES = (0.01, 2.0)  # that the engine draws at: below it would take the least in silence
@@ -329,6 +330,11 @@ class ServingSettings:
 def asks_for_rollout(additional_config: Any) -> bool:
     """Return whether an engine samples with mixed attention."""
     return isinstance(additional_config, Mapping) and MIXED_KEY in additional_config
+
+
+def asks_for_check() -> bool:
+    """Return whether what is read shall be compared with the settings."""
+    return os.environ.get(CHECK, "0") not in ("", "0")
 
 
 def read_request(

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rlkv.vllm.packing import SinkWindowDemand
+from rlkv.vllm.settings import CHECK
 from tests.helpers.engines import (
     BLOCK,
     ITSELF,
+    Engines,
     Served,
     engine,
     generate,
@@ -21,6 +23,7 @@ from tests.helpers.engines import (
 
 need_vllm()
 
+from rlkv.attention.softmax import Softmax
 from rlkv.vllm import aligned, check, specs
 
 SMALL = {"max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 640}
@@ -54,7 +57,7 @@ def run(served: Served, **settings: Any) -> check.ReachabilityCheck:
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    monkeypatch.setenv(check.VARIABLE, "1")
+    monkeypatch.setenv(CHECK, "1")
     # what an engine held when it was ended by a fault would stay on this process's metrics
     monkeypatch.setattr(specs.CountingManager, "report", lambda self: None)
 
@@ -114,7 +117,7 @@ def hit_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly])
 def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    with pytest.raises(RuntimeError, match=check.VARIABLE):
+    with pytest.raises(RuntimeError, match=CHECK):
         run(llama, aligned_windows=True)
 
 
@@ -130,3 +133,33 @@ def test_a_cache_in_fp8(llama: Served) -> None:
     found = check._current[0]
     assert found.sets >= 16 * 19 * 2
     assert found.outputs == 0
+
+
+def test_outputs_with_learned_sinks(engines: Engines) -> None:
+    """They are part of what is computed again."""
+    served = engines.served("gpt_oss")
+    with engine(served, served.request(0.625), **SMALL, **POOL) as llm:
+        generate(llm, PROMPTS[:3], 100)
+    found = check._current[0]
+    assert found.outputs >= 10
+    assert found.largest < 1e-5
+
+
+def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as the cache: made anew for each call they would take most of the time."""
+    made = []
+    stock = torch.Tensor.new_zeros
+
+    def counted(self: torch.Tensor, *size: int) -> torch.Tensor:
+        made.append(size)
+        return stock(self, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    states = (torch.ones(1, 2, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    found = check.ReachabilityCheck()
+    for call in range(check.OUTPUTS_EVERY):
+        slots = torch.tensor([call])
+        rows = iter([check.Row(0, slots)])
+        found.recompute("layer", 64, slots, states, rows, Softmax(0.5), torch.ones(1, 2, 4))
+    assert made == [(2, 64, 1, 4)]
+    assert found.outputs == 1

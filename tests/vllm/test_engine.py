@@ -253,6 +253,9 @@ def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="not GPT2LMHeadModel"):
         _mixed_options(str(tmp_path), SIZES)
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    monkeypatch.setenv("RLKV_CHECK", "1")
+    with pytest.raises(ValueError, match="knows no rollouts"):
+        _mixed_options(str(tmp_path), SIZES)
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     with pytest.raises(ValueError, match="keeps the rlkv plugin out"):
         _mixed_options(str(tmp_path), SIZES)
