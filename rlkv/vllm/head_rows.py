@@ -88,6 +88,12 @@ class HeadLayers:
         return HeadRows(table, lengths, starts, schedule)
 
 
+def split_pages(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a cache ``[pages, 1, 2 * N, D]`` into keys and values ``[pages, 1, N, D]``."""
+    keys, values = pages.chunk(2, 2)
+    return keys, values
+
+
 @dataclass
 class StepRows:
     """The rows of a step, made for a layer when it first asks.
@@ -156,23 +162,30 @@ class StepRows:
         return torch.cat(rows), torch.cat(lengths), starts
 
     def attend(
-        self, layer: Any, places: Places, query: Tensor, pages: Tensor, scale: float, output: Tensor
+        self,
+        layer: Any,
+        places: Places,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        scale: float,
+        output: Tensor,
     ) -> None:
         """Write the attention of a layer's queries.
 
         Args:
             layer: the engine's, for the scales of a quantised cache.
-            query: ``[T, H * G, D]``; the output likewise, or ``[T, H * G * D]``.
-            pages: the cache, ``[pages, 1, 2 * N, D]``, keys before values.
+            query: ``[T, H * G, D]``; the output likewise, or ``[T, H * G * D]``, contiguous.
+            cache: keys and values, of :func:`split_pages`.
         """
         tokens = self.kinds[0].num_actual_tokens
         rows = self.rows(places)
-        keys, values = pages.chunk(2, 2)
+        keys, values = cache
         own = query[:tokens].view(tokens, len(places), -1, query.shape[-1])
         if not self.decoding:
             own = own.transpose(0, 1)
         own = own.contiguous()
-        out = torch.empty_like(own)
+        direct = output[:tokens].view(tokens, len(places), -1, query.shape[-1])
+        out = direct if self.decoding else torch.empty_like(own)
         ops.cpu_attention_with_kv_cache(
             query=own.view(-1, *own.shape[2:]),
             key_cache=keys,
@@ -193,8 +206,7 @@ class StepRows:
             kv_cache_dtype=self.of.kernel.kv_cache_dtype,
         )
         if not self.decoding:
-            out = out.transpose(0, 1)
-        output[:tokens] = out.reshape(tokens, *output.shape[1:])
+            direct.copy_(out.transpose(0, 1))
 
     def handed(self, places: Places, head: int) -> Iterator[Row]:
         """Yield what the kernel reads for the queries of a head: slots of its blocks."""

@@ -11,14 +11,14 @@ step, N tokens of a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
-from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, Places, StepRows
+from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, Places, StepRows, split_pages
 
 if TYPE_CHECKING:
     from rlkv.vllm.reallocation import BinAttention, PartAttention
@@ -37,8 +37,9 @@ class JoinedBins:
         self.dtype = dtype
         self.layers: list[list[PartAttention]] = []
         self._rows: StepRows | None = None
-        self._pages = torch.empty(0)
-        self._slots_LN = torch.empty(0)
+        self._cache = torch.empty(0), torch.empty(0)  # keys and values of all bins
+        self._slots_KT = torch.empty(0)  # of the bins' own blocks
+        self._slots_LN = torch.empty(0)  # of pages, for the states of all heads
 
     def add_layer(self, parts: list[PartAttention]) -> int | None:
         """Return the number under which a layer's parts are read together; None: they are not."""
@@ -59,23 +60,19 @@ class JoinedBins:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Store and attend, with states ``[T, heads, D]`` of all parts."""
-        found = [get_attention_context(own.layer_name) for own in self.bins]
-        kinds = [metadata for metadata, *_ in found]
-        if kinds[0] is None:  # the engine's profiling run
-            return
-        slots = [own[3] for own in found]
-        if self._rows is None or self._rows.kinds[0] is not kinds[0]:
-            self._begin(kinds, slots)
-        assert self._rows is not None
         own = self.bins[0]
+        step = get_attention_context(own.layer_name)[0]
+        if step is None:  # the engine's profiling run
+            return
+        if self._rows is None or self._rows.kinds[0] is not step:
+            self._begin()
+        assert self._rows is not None
         kernel = self._rows.of.kernel
-        keys, values = self._pages.chunk(2, 2)
-        tokens = len(slots[0])
+        tokens = step.num_actual_tokens
         ops.cpu_attn_reshape_and_cache(
             key[:tokens].reshape(-1, 1, kernel.head_size),
             value[:tokens].reshape(-1, 1, kernel.head_size),
-            keys,
-            values,
+            *self._cache,
             self._slots_LN[layer],
             kernel.isa,
             k_scale=own._k_scale_float,
@@ -83,12 +80,15 @@ class JoinedBins:
             kv_cache_dtype=kernel.kv_cache_dtype,
         )
         places = self._rows.of.layers[layer]
-        self._rows.attend(own, places, query, self._pages, own.impl.scale, output)
+        self._rows.attend(own, places, query, self._cache, own.impl.scale, output)
         if own.check is not None:
-            self._check(layer, slots, (query, key, value), output)
+            self._check(layer, (query, key, value), output)
 
-    def _begin(self, kinds: list[Any], slots: list[Tensor]) -> None:
+    def _begin(self) -> None:
         """Make what all layers share in a step."""
+        found = [get_attention_context(own.layer_name) for own in self.bins]
+        kinds = [metadata for metadata, *_ in found]
+        self._slots_KT = torch.stack([slots for *_, slots in found])
         cache = self.bins[0].kv_cache
         blocks, _, size, twice = cache.shape
         page = size * twice
@@ -106,17 +106,18 @@ class JoinedBins:
             of = self._rows.of
         most = max(own.kv_cache.shape[1] for own in self.bins)
         shape = ((blocks - 1) * pages + most, 1, 2 * size, twice // 2)
-        self._pages = cache.as_strided(shape, (page, page, twice // 2, 1))
+        self._cache = split_pages(cache.as_strided(shape, (page, page, twice // 2, 1)))
         self._rows = StepRows(of, kinds)
+        # a slot of a page is its number times N plus the place in it; -1: nothing is stored
+        slot_KT = self._slots_KT
+        first_KT = slot_KT + slot_KT // size * ((pages - 1) * size)
         kind_LH, page_LH = of.numbers.unbind(-1)
-        slot_LTH = torch.stack(slots)[kind_LH].transpose(1, 2)
-        block = slot_LTH // size * pages + page_LH[:, None]
-        found = (block * size + slot_LTH % size).where(slot_LTH >= 0, -1)
-        self._slots_LN = found.flatten(1)
+        slot_LTH = first_KT[kind_LH].transpose(1, 2) + page_LH[:, None] * size
+        if bool((slot_KT < 0).any()):
+            slot_LTH = slot_LTH.where(slot_KT[kind_LH].transpose(1, 2) >= 0, -1)
+        self._slots_LN = slot_LTH.flatten(1)
 
-    def _check(
-        self, layer: int, slots: list[Tensor], states: Sequence[Tensor], output: Tensor
-    ) -> None:
+    def _check(self, layer: int, states: Sequence[Tensor], output: Tensor) -> None:
         assert self._rows is not None
         places = self._rows.of.layers[layer]
         first = 0
@@ -129,5 +130,7 @@ class JoinedBins:
             kind = places[first].kind
             for head in range(first, end):
                 rows = [*self._rows.handed(places, head)]
-                part.check(self.bins[kind], rows, slots[kind], own, output[:, mine], (layer, head))
+                part.check(
+                    self.bins[kind], rows, self._slots_KT[kind], own, output[:, mine], (layer, head)
+                )
             first = end

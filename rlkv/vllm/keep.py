@@ -29,7 +29,7 @@ from rlkv.vllm.backends import BackendParts
 from rlkv.vllm.check import ReachabilityCheck, SeenTokens, rows_of_tables, start_check
 from rlkv.vllm.configuration import FP8_DTYPES, check_engine
 from rlkv.vllm.drafts import draft_with_heads
-from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, StepRows
+from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, StepRows, split_pages
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import GapRules
 from rlkv.vllm.reallocation import check_layers, gated_layers
@@ -131,7 +131,8 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
             if not all(self.compressible):
                 blocks, heads, size, _ = kv_cache.shape
                 pages = kv_cache.view(blocks * heads, 1, 2 * size, -1)
-                step.rows.attend(layer, self.places, query, pages, self.scale, output)
+                cache = split_pages(pages)
+                step.rows.attend(layer, self.places, query, cache, self.scale, output)
                 step = None
             else:
                 step = step.cut

@@ -262,7 +262,9 @@ class SplitAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         if self.joined is not None and self.number is not None:
-            states = [t.view(len(t), -1, self.head_size) for t in (query, key, value, output)]
+            states = []
+            for tensor in (query, key, value, output):
+                states.append(tensor.view(tensor.shape[0], -1, self.head_size))
             self.joined.attend(self.number, *states)
             return
         slices = []
