@@ -88,7 +88,8 @@ class JoinedBins:
         """Make what all layers share in a step."""
         found = [get_attention_context(own.layer_name) for own in self.bins]
         kinds = [metadata for metadata, *_ in found]
-        self._slots_KT = torch.stack([slots for *_, slots in found])
+        tokens = kinds[0].num_actual_tokens
+        self._slots_KT = torch.stack([slots[:tokens] for *_, slots in found])
         cache = self.bins[0].kv_cache
         blocks, _, size, twice = cache.shape
         page = size * twice
