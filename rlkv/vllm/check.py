@@ -123,6 +123,11 @@ class ReachabilityCheck:
             if slot >= 0:
                 self._tags[table][slot] = text.hashes[position]
 
+    def forget(self, table: str, slots: Tensor) -> None:
+        """Note that drafts were written, which nobody may read before they are written anew."""
+        if table in self._tags:
+            self._tags[table][slots[slots >= 0]] = UNWRITTEN
+
     def compare(
         self, table: str, key: Any, rows: Iterator[Row], heads: int, seen: SeenTokens
     ) -> None:

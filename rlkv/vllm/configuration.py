@@ -34,6 +34,20 @@ FP8_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # one scale for each tensor
 _AWQ = ("awq", "awq_marlin", "auto_awq")
 _GPTQ = ("gptq", "gptq_marlin", "auto_gptq")
 QUANTISED = (*_AWQ, *_GPTQ, "compressed-tensors", "fp8")
+# of a draft model, in the engine's configuration of speculative decoding
+OF_ANOTHER_MODEL = (
+    "revision",
+    "code_revision",
+    "max_model_len",
+    "kv_cache_dtype",
+    "attention_backend",
+    "moe_backend",
+    "draft_load_config",
+    "use_local_argmax_reduction",
+    "parallel_drafting",
+    "use_heterogeneous_vocab",
+    "disable_padded_drafter_batch",
+)
 # written to parameters as they are
 NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
@@ -127,16 +141,30 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
     model = engine.model_config.model
     asks = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
     if drafts is None:
-        yield f"no speculative decoding: pass --speculative-config '{json.dumps(asks)}'"
+        yield (
+            "speculative decoding switched off: the served model drafts for itself, pass "
+            f"--speculative-config '{json.dumps(asks)}'"
+        )
     elif drafts.method != "draft_model" or drafts.draft_model_config.model != model:
         yield (
             f"speculative decoding by {drafts.model or drafts.method}: the served model drafts "
             f"for itself, pass --speculative-config '{json.dumps(asks)}'"
         )
-    elif drafts.parallel_drafting or drafts.use_heterogeneous_vocab:
-        yield "parallel_drafting and use_heterogeneous_vocab: leave them out"
+    else:
+        for name in OF_ANOTHER_MODEL:
+            if getattr(drafts, name):
+                yield f"{name} of --speculative-config: leave it out, the served model drafts"
+        if drafts.quantization not in (None, engine.model_config.quantization):
+            yield f"quantization {drafts.quantization} of --speculative-config: leave it out"
+        if drafts.rejection_sample_method != "standard":
+            yield (
+                f"rejection_sample_method {drafts.rejection_sample_method!r}: leave it out, its "
+                "texts need not be the full model's"
+            )
     if engine.lora_config is not None:
         yield "LoRA adapters, which drafts would not have: leave out --enable-lora"
+    if engine.use_v2_model_runner:
+        yield "the second model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def _unsupported_by_new_blocks(engine: Any) -> Iterator[str]:
@@ -210,6 +238,17 @@ def prepare_engine(vllm_config: Any) -> float | None:
         )
     asked = parse_settings(request)
     check_engine(vllm_config, asked.feature)
+    if asked.keeps:
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            raise ValueError(
+                f"rlkv: {asked.feature} is served by vLLM for CPUs alone: leave mode out on a GPU"
+            )
+    if asked.drafts:
+        # the engine reads it off the checkpoint, and drafts nothing for longer texts
+        drafts = vllm_config.speculative_config.draft_model_config
+        drafts.max_model_len = model.max_model_len
     settings = resolve_settings(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if settings.eviction and model.architecture == LEARNED_SINKS:

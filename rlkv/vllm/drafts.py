@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 
@@ -22,10 +23,25 @@ class HeadDraftProposer(DraftModelProposer):
     Nothing is read again: keys and values before the first query are the verified ones.
     """
 
+    prompt_R: Tensor  # tokens of the requests' prompts, which may be protected
+
     def load_model(self, target_model: Any) -> None:
         self.model = target_model
         # layers with metadata of their own while drafting
         self._draft_attn_layer_names = {*target_model.rlkv_drafts}
+
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: Tensor,
+        requests: Any,
+        gpu_input_batch: Any,
+        discard_request_mask: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        prompts = gpu_input_batch.num_prompt_tokens[: gpu_input_batch.num_reqs]
+        self.prompt_R = torch.from_numpy(prompts.copy()).int().to(self.device)
+        return super().prepare_next_token_ids_padded(
+            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
+        )
 
     def propose(self, *args: Any, **kwargs: Any) -> Tensor:
         # the first pass has left out what was rejected: its lengths are exact
@@ -61,6 +77,7 @@ class HeadDraftProposer(DraftModelProposer):
             seq_lens_cpu_upper_bound=cad.seq_lens_cpu_upper_bound + 1,
             max_seq_len=cad.max_seq_len + 1,
             slot_mapping=slot_R,
+            rswa_prefix_lens=self.prompt_R,
         )
         return rows, starts[:-1].to(self.device), first
 
@@ -82,3 +99,21 @@ def draft_with_heads() -> None:
 
     load_model.of_rlkv = True  # type: ignore[attr-defined]
     DraftModelProposer.load_model = load_model
+
+
+def mend_sampling() -> None:
+    """Give each verified token its request's temperature, top_k and top_p.
+
+    The CPU builds 0.31 to 0.33 write them to a copy that they drop, and the sampler takes what was
+    in memory (``_expand_kernel_impl`` in vllm/utils/cpu_triton_utils.py).
+    """
+    rejection_sampler.expand_batch_to_tokens = _expand
+
+
+def _expand(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat the value of each request for its tokens: ``[num_tokens]``."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    found = x.where(x != replace_from, replace_to)
+    return found.repeat_interleave(counts, output_size=num_tokens)

@@ -23,6 +23,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 
 from rlkv.vllm.check import Row
+from rlkv.vllm.settings import CHECK
 
 
 class HeadRows(NamedTuple):
@@ -227,8 +228,8 @@ class StepRows:
             length = int(own.lengths[number])
             place = torch.arange(length)
             page = own.table[number][place // size].long()
-            foreign = page % self.of.pages != places[head].page
-            assert not foreign.any(), "a page of another head"
+            if (page % self.of.pages != places[head].page).any():
+                raise RuntimeError(f"rlkv: {CHECK}: head {head} is handed a page of another one")
             slots = page // self.of.pages * size + place % size
             for query in queries:
                 yield Row(query, slots[: length - (queries[-1] - query)])

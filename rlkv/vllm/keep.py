@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -138,10 +137,12 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
                 step = step.cut
         if step is not None:
             super().forward(layer, query, key, value, kv_cache, step, output, *args, **kwargs)
-        # what a draft reads does not change the text
-        drafts = self.settings.drafts and isinstance(attn_metadata, KeepStep)
-        if self.check is not None and attn_metadata is not None and not drafts:
-            self._check(layer, (query, key, value), kv_cache, attn_metadata, output)
+        if self.check is not None and attn_metadata is not None:
+            if self.settings.drafts and isinstance(attn_metadata, KeepStep):
+                # what a draft reads does not change the text, what it writes must not be read
+                self.check.forget(BLOCKS, attn_metadata.slot_mapping)
+            else:
+                self._check(layer, (query, key, value), kv_cache, attn_metadata, output)
         return output
 
     def _check(
@@ -149,9 +150,10 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
         layer: Any,
         states: tuple[Tensor, Tensor, Tensor],
         kv_cache: Tensor,
-        step: KeepStep,
+        step: Any,
         output: Tensor,
     ) -> None:
+        """Check a ``KeepStep``, or in mode lossless the stock metadata of a verification."""
         assert self.check is not None
         blocks, heads, size, _ = kv_cache.shape
         slots = step.slot_mapping
@@ -194,10 +196,6 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
     """
     settings = resolve_settings(vllm_config)
     check_engine(vllm_config, settings.feature)
-    if not current_platform.is_cpu():
-        raise ValueError(
-            f"rlkv: {settings.feature} is served by vLLM for CPUs alone: leave mode out on a GPU"
-        )
     check = start_check(settings)
     context = vllm_config.compilation_config.static_forward_context
     layers = gated_layers(model, vllm_config)

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.registry import _VLLM_MODELS
+from vllm.platforms import current_platform
 
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import mixed_backend
@@ -115,10 +116,13 @@ class _Dispatch:
         request = read_request(vllm_config.additional_config)
         if request is None:
             return
+        from rlkv.vllm.drafts import mend_sampling
         from rlkv.vllm.keep import attach_keep
         from rlkv.vllm.reallocation import attach_reallocation
 
         check_version()
+        if vllm_config.speculative_config is not None and current_platform.is_cpu():
+            mend_sampling()
         if parse_settings(request).keeps:
             attach_keep(self, vllm_config)
         else:

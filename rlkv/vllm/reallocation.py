@@ -347,7 +347,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         bins[-1].settings = settings
         bins[-1].check = check
     model.rlkv_bins = nn.ModuleList(bins)
-    joined = None if others else _joined(bins, layers, vllm_config)
+    joined = _joined(bins, layers, others, vllm_config)
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
     model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
     for number, layer in enumerate(layers):
@@ -389,14 +389,17 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     return HeadOrder(order, group_size, stock.head_size, gates_outputs)
 
 
-def _joined(bins: list[BinAttention], layers: list[Any], vllm_config: Any) -> JoinedBins | None:
-    """Return what reads several bins in one launch, of stock CPU kernels; None: nothing does.
-
-    Blocks of linear layers may be no multiple of a bin's pages: no layers without gates.
-    """
+def _joined(
+    bins: list[BinAttention],
+    layers: list[Any],
+    others: Sequence[AttentionLayerBase],
+    vllm_config: Any,
+) -> JoinedBins | None:
+    """Return what reads several bins in one launch of a stock CPU kernel; None: nothing does."""
     learned = getattr(layers[0].attn.impl, "sinks", None)
     stock = all(own.attn_backend.get_name() == CPU_KERNELS for own in bins)
-    if not stock or learned is not None:
+    # the states of ``others`` may make blocks that are no multiple of a bin's pages
+    if not stock or learned is not None or others:
         return None
     least = min(own.bin.demand.block_size for own in bins)
     equal = [own for own in bins if own.bin.demand.block_size == least]

@@ -55,7 +55,7 @@ FULL = "full"
 LOCAL = "local"
 PREFILLS = (LOCAL, FULL)
 
-# what head reallocation saves: bytes that are held, bytes that are read, or those of drafts alone
+# what head reallocation saves: bytes that are held, bytes that are read, bytes that drafts read
 MEMORY = "memory"
 KEEP = "keep"
 LOSSLESS = "lossless"

@@ -25,6 +25,8 @@ need_vllm()
 
 from rlkv.attention.softmax import Softmax
 from rlkv.vllm import aligned, check, specs
+from rlkv.vllm.drafts import HeadDraftProposer
+from rlkv.vllm.head_rows import StepRows
 
 SMALL = {"max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 640}
 POOL = {"num_gpu_blocks_override": 56, "async_scheduling": False}
@@ -114,11 +116,29 @@ def hit_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specs.SinkWindowManager, "find_longest_cache_hit", classmethod(wrong))
 
 
-@pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly])
+def take_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = StepRows._tables
+    monkeypatch.setattr(StepRows, "_tables", lambda self: [table + 1 for table in stock(self)])
+
+
+@pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly, take_the_next_page])
 def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(RuntimeError, match=CHECK):
         run(llama, aligned_windows=True)
+
+
+def test_drafts_written_elsewhere_are_found(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = HeadDraftProposer.set_inputs_first_pass
+
+    def misplaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, last, first = stock(self, *args, **kwargs)
+        first.slot_mapping -= 1  # of the token before, which was verified
+        return rows, last, first
+
+    monkeypatch.setattr(HeadDraftProposer, "set_inputs_first_pass", misplaced)
+    with pytest.raises(RuntimeError, match=CHECK):
+        run(llama, mode="lossless")
 
 
 def test_evictions_are_refused(llama: Served) -> None:

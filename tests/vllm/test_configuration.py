@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from rlkv.vllm.configuration import check_engine, prepare_engine, rounding
+from rlkv.vllm.configuration import OF_ANOTHER_MODEL, check_engine, prepare_engine, rounding
 from rlkv.vllm.settings import (
     DRAFTING,
     KEEPING,
@@ -62,6 +62,7 @@ def fake_engine(**changes: Any) -> Any:
         speculative_config=None,
         quant_config=None,
         lora_config=None,
+        use_v2_model_runner=False,
         kv_transfer_config=None,
     )
     for path, value in changes.items():
@@ -142,25 +143,32 @@ def test_modes_that_do_not_exist(settings: dict[str, Any], message: str) -> None
         parse_settings({"full": ["0110"], **settings})
 
 
+def fake_drafts(**changes: Any) -> Any:
+    """Speculative decoding as mode lossless asks for it, of the model of :func:`fake_engine`."""
+    own: dict[str, Any] = {"method": "draft_model", "model": "llama", "quantization": None}
+    own |= dict.fromkeys(OF_ANOTHER_MODEL) | {"rejection_sample_method": "standard", **changes}
+    return SimpleNamespace(draft_model_config=SimpleNamespace(model=own["model"]), **own)
+
+
 @pytest.mark.parametrize(
-    ("drafts", "message"),
+    ("changes", "message"),
     [
-        (None, 'no speculative decoding: pass --speculative-config \'{"method": "draft_model"'),
-        ({"method": "ngram", "model": None}, "by ngram: the served model drafts for itself"),
-        ({"method": "draft_model", "model": "smaller"}, "by smaller: the served model drafts"),
-        ({"parallel_drafting": True}, "parallel_drafting and use_heterogeneous_vocab"),
-        ({}, "LoRA adapters, which drafts would not have"),
+        ({"speculative_config": None}, "switched off: the served model drafts for itself, pass"),
+        ({"speculative_config": fake_drafts(method="ngram", model=None)}, "by ngram: the served"),
+        ({"speculative_config": fake_drafts(model="smaller")}, "by smaller: the served model"),
+        ({"speculative_config": fake_drafts(parallel_drafting=True)}, "parallel_drafting of"),
+        ({"speculative_config": fake_drafts(quantization="awq")}, "quantization awq of"),
+        (
+            {"speculative_config": fake_drafts(rejection_sample_method="synthetic")},
+            "rejection_sample_method 'synthetic'",
+        ),
+        ({"lora_config": object()}, "LoRA adapters, which drafts would not have"),
+        ({"use_v2_model_runner": True}, "the second model runner: set VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
-def test_what_mode_lossless_refuses(drafts: dict[str, Any] | None, message: str) -> None:
-    config = fake_engine(lora_config=object())
-    if drafts is not None:
-        own = {"method": "draft_model", "model": config.model_config.model}
-        own |= {"parallel_drafting": False, "use_heterogeneous_vocab": False, **drafts}
-        draft = SimpleNamespace(model=own["model"])
-        config.speculative_config = SimpleNamespace(draft_model_config=draft, **own)
+def test_what_mode_lossless_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"mode 'lossless' does not work with.*{message}"):
-        check_engine(config, DRAFTING)
+        check_engine(fake_engine(**{"speculative_config": fake_drafts(), **changes}), DRAFTING)
 
 
 @pytest.mark.parametrize("feature", [REALLOCATION, ROLLOUT])

@@ -64,6 +64,34 @@ def test_sampled_tokens_have_the_full_models_log_probabilities(serving: Serving)
     assert check_equal(serving.served, 0.0, outputs, greedy=False) == 240
 
 
+@pytest.mark.engine("lossless")
+def test_the_likeliest_token_is_drawn_if_no_other_may_be(serving: Serving) -> None:
+    """The engine's sampler loses top_k and top_p of verified tokens on a CPU."""
+    prompts = random_prompts((40, 90))
+    greedy = [list(one.outputs[0].token_ids) for one in generate(serving.llm, prompts, 60)]
+    for sampling in ({"top_k": 1}, {"top_p": 1e-6}):
+        outputs = generate(serving.llm, prompts, 60, temperature=0.7, **sampling)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == greedy
+
+
+@pytest.mark.engine("lossless")
+def test_a_text_up_to_the_longest_and_aborted_ones(serving: Serving) -> None:
+    from vllm import SamplingParams
+
+    own = serving.llm.llm_engine
+    longest = own.model_config.max_model_len
+    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+    for name, prompt in zip("ab", random_prompts((150, 30), seed=5), strict=True):
+        own.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    for _ in range(4):
+        own.step()
+    own.abort_request(["a", "b"])
+    outputs = generate(serving.llm, random_prompts((longest - 45, 20), seed=4), 60)
+    assert check_equal(serving.served, 0.0, outputs) == 45 + 60
+    pool = block_manager(serving.llm).block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_drafts_of_all_heads_are_accepted(llama: Served) -> None:
     with engine(llama, llama.request(0.0, **LOSSLESS), **DRAFTS) as llm:
@@ -73,7 +101,10 @@ def test_drafts_of_all_heads_are_accepted(llama: Served) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_drafts_see_sinks_and_window(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protects", [False, True])
+def test_drafts_see_sinks_and_window(
+    llama: Served, protects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds: list[tuple[int, list[int]]] = []
     stock = HeadDraftProposer.propose
 
@@ -84,11 +115,14 @@ def test_drafts_see_sinks_and_window(llama: Served, monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(HeadDraftProposer, "propose", noted)
-    with engine(llama, llama.request(1.0, **LOSSLESS), **DRAFTS) as llm:
-        (output,) = generate(llm, random_prompts((333,)), 60)
+    prompt = 70 if protects else 333
+    request = llama.request(1.0, protect_prompt=protects, **LOSSLESS)
+    with engine(llama, request, **DRAFTS) as llm:
+        (output,) = generate(llm, random_prompts((prompt,)), 130)
     text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    seen = SeenTokens(ServingSettings(full=("0000",), sink=SINK, window=WINDOW), BLOCK)
-    assert len(rounds) > 15
+    kept = ServingSettings(full=("0000",), sink=SINK, window=WINDOW, protect_prompt=protects)
+    seen = SeenTokens(kept, BLOCK)
+    assert len(rounds) > 30
     for first, drafts in rounds:
         if first >= len(text):  # after the last token
             continue
@@ -96,7 +130,7 @@ def test_drafts_see_sinks_and_window(llama: Served, monkeypatch: pytest.MonkeyPa
             cache = llama.model(torch.tensor([text[:first]])).past_key_values
             mask = torch.full((1, 1, 3, first + 3), -torch.inf)
             for row in range(3):
-                mask[..., row, seen.positions(first + row, 0)] = 0
+                mask[..., row, seen.positions(first + row, prompt)] = 0
             queries = torch.tensor([[text[first], *drafts[:2]]])
             logits = llama.model(queries, attention_mask=mask, past_key_values=cache).logits
         assert logits[0].argmax(-1).tolist() == drafts
@@ -108,7 +142,6 @@ def test_drafts_see_sinks_and_window(llama: Served, monkeypatch: pytest.MonkeyPa
     [
         {"kv_cache_dtype": "fp8"},
         pytest.param({"enforce_eager": False}, marks=pytest.mark.slow),
-        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
         pytest.param(
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
             marks=pytest.mark.slow,
@@ -123,4 +156,6 @@ def test_tokens_are_the_stock_engines(llama: Served, options: dict[str, Any]) ->
         with engine(llama, request, **options, **drafts) as llm:
             outputs = generate(llm, prompts, 60)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[0] == found[1]
+    # the last bit of a sum may move an entry of 8 bits to its neighbour
+    most = 1 if "kv_cache_dtype" in options else 0
+    assert sum(stock != own for stock, own in zip(*found, strict=True)) <= most

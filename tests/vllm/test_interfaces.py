@@ -50,6 +50,9 @@ CALLS = {
     f"{ATTENTION}:CommonAttentionMetadata.replace": "self",
     f"{ATTENTION}:CommonAttentionMetadata.batch_size": "self",
     "vllm.v1.spec_decode.draft_model:DraftModelProposer.propose": "num_rejected_tokens_gpu",
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
+        "x cu_num_tokens num_tokens replace_from replace_to"
+    ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build": (
         "common_prefix_len common_attn_metadata fast_build"
     ),
@@ -93,7 +96,7 @@ FIELDS = {
     ),
     "vllm.config:VllmConfig": (
         "additional_config speculative_config quant_config load_config lora_config "
-        "kv_transfer_config max_in_flight_tokens"
+        "kv_transfer_config max_in_flight_tokens use_v2_model_runner"
     ),
     "vllm.config:LoadConfig": "load_format",
     "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
@@ -101,7 +104,10 @@ FIELDS = {
     "vllm.lora.lora_model:LoRAModel": "loras",
     "vllm.lora.lora_weights:LoRALayerWeights": "lora_a lora_b",
     "vllm.config:SpeculativeConfig": (
-        "method model draft_model_config parallel_drafting use_heterogeneous_vocab"
+        "method model draft_model_config rejection_sample_method revision code_revision "
+        "max_model_len kv_cache_dtype attention_backend moe_backend draft_load_config "
+        "use_local_argmax_reduction parallel_drafting use_heterogeneous_vocab "
+        "disable_padded_drafter_batch quantization"
     ),
     "vllm.v1.spec_decode.draft_model:DraftModelProposer": (
         "model input_ids positions block_size device vllm_config _draft_attn_layer_names"

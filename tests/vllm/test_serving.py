@@ -203,6 +203,17 @@ def test_tokens_with_drafts_of_n_grams(
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
+@pytest.mark.engine("drafts")
+def test_verified_tokens_are_drawn_by_the_requests_own_top_k(serving: Serving) -> None:
+    """The engine's sampler loses it on a CPU."""
+    prompts = random_prompts((40, 90), seed=2)
+    greedy, sampled = (
+        generate(serving.llm, prompts, 100, **sampling)
+        for sampling in ({}, {"temperature": 0.7, "top_k": 1})
+    )
+    assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in greedy]
+
+
 @pytest.mark.engine("protect")
 def test_a_prefix_cache_holds_protected_prompts_only(serving: Serving) -> None:
     """Answers in the next turn's prompt are read again: in it they see everything before them."""
