@@ -160,7 +160,8 @@ ENGINES = {
     "granite 4": EngineKey("granitemoehybrid", 0.375, options=CHUNKS, model=LINEAR),
     "qwen3_moe": EngineKey("qwen3_moe", options=SMALL),
     "aligned": EngineKey(
-        sparsity=0.6,
+        # as many heads of either kind, so that both bins have equal blocks and are read together
+        sparsity=0.5,
         settings={"aligned_windows": True},
         options={**SMALL, "num_gpu_blocks_override": 56},
     ),

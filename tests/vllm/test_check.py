@@ -31,9 +31,11 @@ from rlkv.vllm.head_rows import StepRows
 SMALL = {"max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 640}
 POOL = {"num_gpu_blocks_override": 56, "async_scheduling": False}
 PROMPTS = random_prompts((5, 33, 150, 180, 200, 220, 240), seed=2)
+# at 0.5 the bins of aligned windows are read together, at 0.6 one by one
 MODES = {
     "exact": {},
     "aligned": {"aligned_windows": True},
+    "joined": {"aligned_windows": True, "sparsity": 0.5},
     "keep": {"mode": "keep"},
     "lossless": {"mode": "lossless"},
     "in full": {"prefill": "full"},
@@ -47,7 +49,8 @@ def run(served: Served, **settings: Any) -> check.ReachabilityCheck:
         options["max_num_batched_tokens"] = 640
     if settings.get("mode") == "lossless":
         options |= {"speculative_config": ITSELF, "num_gpu_blocks_override": 42}
-    with engine(served, served.request(0.6, **settings), **options) as llm:
+    request = served.request(**{"sparsity": 0.6, **settings})
+    with engine(served, request, **options) as llm:
         generate(llm, PROMPTS[-1:], 20)
         (again,) = generate(llm, PROMPTS[-1:], 20)
         preempted = watch_preemptions(llm)
@@ -125,7 +128,7 @@ def take_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(RuntimeError, match=CHECK):
-        run(llama, aligned_windows=True)
+        run(llama, **MODES["joined"])
 
 
 def test_drafts_written_elsewhere_are_found(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
