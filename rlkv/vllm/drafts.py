@@ -105,9 +105,20 @@ def mend_sampling() -> None:
     """Give each verified token its request's temperature, top_k and top_p.
 
     The CPU builds 0.31 to 0.33 write them to a copy that they drop, and the sampler takes what was
-    in memory (``_expand_kernel_impl`` in vllm/utils/cpu_triton_utils.py).
+    in memory (``_expand_kernel_impl`` in vllm/utils/cpu_triton_utils.py).  And in a step that
+    verifies nothing, such as that of a prompt, they end at the largest of no top_k.
     """
     rejection_sampler.expand_batch_to_tokens = _expand
+    rejection_sampler.apply_sampling_constraints = _constrain
+
+
+_stock_constrain = rejection_sampler.apply_sampling_constraints
+
+
+def _constrain(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
+    if logits.shape[0] == 0:
+        return logits
+    return _stock_constrain(logits, cu_num_draft_tokens, sampling_metadata)
 
 
 def _expand(

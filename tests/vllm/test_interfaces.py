@@ -53,6 +53,9 @@ CALLS = {
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
         "x cu_num_tokens num_tokens replace_from replace_to"
     ),
+    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": (
+        "logits cu_num_draft_tokens sampling_metadata"
+    ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build": (
         "common_prefix_len common_attn_metadata fast_build"
     ),
