@@ -36,7 +36,7 @@ class HeadRows(NamedTuple):
 
 
 class HeadPlace(NamedTuple):
-    """Where a head's entries are: by which kind of tables, and in which page of a block."""
+    """Place of a head's entries: its kind of tables, and its page of a block."""
 
     kind: int
     page: int
@@ -46,7 +46,7 @@ Places = tuple[HeadPlace, ...]  # of a layer's heads
 
 
 class Kernel(NamedTuple):
-    """What the kernel is told of caches and queries; ``block_size``: tokens of a block."""
+    """Properties of caches and queries that the kernel asks for; ``block_size``: N."""
 
     head_size: int
     dtype: torch.dtype

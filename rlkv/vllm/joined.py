@@ -11,7 +11,7 @@ step, N tokens of a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +20,25 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 
 from rlkv.vllm.head_rows import HeadLayers, HeadPlace, Kernel, Places, StepRows, split_pages
 
-if TYPE_CHECKING:
-    from rlkv.vllm.reallocation import BinAttention, PartAttention
-
 
 class JoinedBins:
     """The bins of layers that are read together, with what is made once in a step for all of them.
 
     Attributes:
-        bins: whose blocks have equally many tokens.
-        layers: the parts of each layer that has several of these bins.
+        bins: layers of the engine (``BinAttention``) whose blocks have equally many tokens.
+        layers: the parts (``PartAttention``) of each layer that has several of these bins.
     """
 
-    def __init__(self, bins: Sequence[BinAttention], dtype: torch.dtype) -> None:
+    def __init__(self, bins: Sequence[Any], dtype: torch.dtype) -> None:
         self.bins = bins
         self.dtype = dtype
-        self.layers: list[list[PartAttention]] = []
+        self.layers: list[list[Any]] = []
         self._rows: StepRows | None = None
         self._cache = torch.empty(0), torch.empty(0)  # keys and values of all bins
         self._slots_KT = torch.empty(0)  # of the bins' own blocks
         self._slots_LN = torch.empty(0)  # of pages, for the states of all heads
 
-    def add_layer(self, parts: list[PartAttention]) -> int | None:
+    def add_layer(self, parts: list[Any]) -> int | None:
         """Return the number under which a layer's parts are read together; None: they are not."""
         names = [own.layer_name for own in self.bins]
         if len(parts) == 1 or not all(part.bin_name in names for part in parts):
