@@ -27,7 +27,6 @@ from rlkv.evaluation.acceptance import (
     draft_sparsities,
     measure_acceptance,
 )
-from rlkv.evaluation.eval_report import find_published, write_published
 from rlkv.evaluation.measurements import (
     Ranking,
     accuracy_of,
@@ -36,6 +35,7 @@ from rlkv.evaluation.measurements import (
     mean_scores,
 )
 from rlkv.evaluation.metrics import mean_with_interval, near_lossless, paired_difference
+from rlkv.evaluation.published import find_published, write_published
 from rlkv.evaluation.report import (
     AGAINST_FULL,
     FULL_CACHE,

@@ -1,16 +1,21 @@
-"""The report of an evaluation: summaries, and tables as RLKV's 6 to 8 next to published numbers."""
+"""The report of an evaluation: summaries, tables as RLKV's 6 to 8, a plot for each task."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlkv.evaluation.evaluate import FULL, RANDOM_HEADS, RESULTS, CompressionMethod, Evaluation
+from rlkv.evaluation.evaluate import (
+    FULL,
+    RANDOM_HEADS,
+    RESULTS,
+    CompressionMethod,
+    Evaluation,
+    plot_name,
+)
 from rlkv.evaluation.metrics import (
     MODES,
     NGRAMS,
@@ -27,9 +32,23 @@ from rlkv.evaluation.metrics import (
     sign_test,
     smallest_provable_difference,
 )
-from rlkv.evaluation.report import FULL_CACHE, LEVEL, Metrics, Page, levels, mark, provenance_facts
+from rlkv.evaluation.published import write_published
+from rlkv.evaluation.report import (
+    FIXED_STYLES,
+    FULL_CACHE,
+    LEVEL,
+    RANDOM,
+    Metrics,
+    Page,
+    Panel,
+    Point,
+    levels,
+    mark,
+    plot_curves,
+    provenance_facts,
+)
 from rlkv.rollout.base import share_held
-from rlkv.utils.files import read_json, write_json
+from rlkv.utils.files import write_json
 from rlkv.utils.runtime import provenance
 
 Row = dict[str, Any]
@@ -253,7 +272,7 @@ TEXT_CAPTION = (
 
 
 def write_report(folder: Path, done: Evaluation) -> None:
-    """Write ``results.json``, ``report.md`` and ``report.html``."""
+    """Write ``results.json``, a plot for each task, ``report.md`` and ``report.html``."""
     baseline = done.config["baseline"]
     summaries = []
     for (task, method), rows in done.rows.items():
@@ -261,7 +280,13 @@ def write_report(folder: Path, done: Evaluation) -> None:
         summaries.append(summarize(task, method, rows, done.rows.get((task, FULL)), other))
     origin = provenance()
     write_json(folder / RESULTS, {"config": done.config, **origin, "results": summaries})
-    evaluation_page(done.methods, summaries, origin, done.config).write_report(folder)
+    plots = {}
+    for task in dict.fromkeys(summary["task"] for summary in summaries):
+        own = [summary for summary in summaries if summary["task"] == task]
+        if all(summary["method"] == FULL for summary in own):
+            continue
+        plots[task] = plot_accuracy(folder / plot_name(task), task, done.methods, own)
+    evaluation_page(done.methods, summaries, origin, done.config, plots).write_report(folder)
 
 
 def evaluation_page(
@@ -269,6 +294,7 @@ def evaluation_page(
     summaries: list[Metrics],
     origin: Metrics,
     config: dict[str, Any],
+    plots: Mapping[str, Path],
 ) -> Page:
     """Return the report of all tasks.
 
@@ -276,6 +302,7 @@ def evaluation_page(
         summaries: of every task with every method (:func:`summarize`).
         origin: what :func:`rlkv.utils.runtime.provenance` returns.
         config: the options; published numbers are those of its model.
+        plots: a picture by task, in the folder that the page is written to.
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(LEGEND)
@@ -286,7 +313,7 @@ def evaluation_page(
     for task in dict.fromkeys(summary["task"] for summary in summaries):
         page.heading(task)
         own = [summary for summary in summaries if summary["task"] == task]
-        _write_task(page, task, methods, own, config)
+        _write_task(page, task, methods, own, config, plots.get(task))
     page.heading("How it was run")
     page.code(origin["command"])
     page.bullets([*_settings(config), *provenance_facts(origin)])
@@ -299,10 +326,13 @@ def _write_task(
     methods: list[CompressionMethod],
     summaries: list[Metrics],
     config: dict[str, Any],
+    plot: Path | None,
 ) -> None:
     first = summaries[0]
     _write_provable(page, first)
     _write_accuracy(page, task, methods, summaries)
+    if plot is not None:
+        page.picture(plot, f"{task}: accuracy against the bytes of KV held, 95% intervals.")
     _write_samples(page, summaries)
     against_full = [summary for summary in summaries if "difference" in summary]
     _write_paired(page, "the full cache", against_full)
@@ -347,11 +377,7 @@ def _write_accuracy(
     others = []
     for method in methods:
         if method.sparsity is not None:
-            # the name without the sparsity
-            parts = method.name.split("+")
-            policies = [part for part in parts if part.partition("@")[0] != method.ranking]
-            group = "+".join([str(method.ranking), *policies])
-            groups.setdefault(group, {})[method.sparsity] = cells[method.name]
+            groups.setdefault(_group(method), {})[method.sparsity] = cells[method.name]
         elif method.name != FULL:
             others.append([method.name, cells[method.name]])
     if groups or not others:
@@ -365,6 +391,43 @@ def _write_accuracy(
         rows = [full, *others] if full else others
         caption = f"{task}, measured: policies in all heads."
         page.table(["method", "accuracy"], rows, caption)
+
+
+def _group(method: CompressionMethod) -> str:
+    """Return the name of a method without its sparsity, which methods of one ranking share."""
+    if method.sparsity is None:
+        return method.name
+    parts = method.name.split("+")
+    policies = [part for part in parts if part.partition("@")[0] != method.ranking]
+    return "+".join([str(method.ranking), *policies])
+
+
+def plot_accuracy(
+    path: Path, task: str, methods: list[CompressionMethod], summaries: list[Metrics]
+) -> Path:
+    """Plot accuracy against the bytes of KV held, with a curve through the sparsities of a ranking.
+
+    summaries: of this task with every method (:func:`summarize`).
+    """
+    by_name = {summary["method"]: summary for summary in summaries}
+    curves: dict[str, list[Point]] = {}
+    for method in methods:
+        if method.name == FULL:
+            continue
+        of = by_name[method.name]
+        share = share_held(of["kv_bytes"], of["kv_bytes_full"])
+        point = (share, of["accuracy"], of["ci_low"], of["ci_high"])
+        curves.setdefault(_group(method), []).append(point)
+    panel = Panel(
+        f"{task}: accuracy, 95% intervals",
+        "KV held at the end of each text, share of the full cache's bytes",
+        {name: sorted(points) for name, points in curves.items()},
+        ylabel="accuracy (pass@1)",
+        styles={RANDOM_HEADS: FIXED_STYLES[RANDOM]},
+        reference=by_name[FULL]["accuracy"] if FULL in by_name else None,
+        ticks=False,
+    )
+    return plot_curves(path, panel)
 
 
 def _percent(mean: float, low: float, high: float) -> str:
@@ -464,88 +527,3 @@ def _settings(config: dict[str, Any]) -> Iterable[str]:
         )
     if "sandbox" in config:
         yield f"Programs were shut in by {config['sandbox']}."
-
-
-# --- published numbers
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a number stands, and how it was measured there."""
-
-    paper: str
-    arxiv: str
-    where: str
-    protocol: str
-
-
-@dataclass(frozen=True)
-class PublishedNumber:
-    """One number; accuracies are percentages.
-
-    ``sparsity`` is the share of KV heads (head methods) or of entries (token dropping) that is
-    compressed, 0 for the full cache, None where the table has none.
-    """
-
-    source: Source
-    method: str
-    sparsity: float | None
-    value: float
-
-
-@cache
-def published_tables() -> dict[str, Any]:
-    """Return ``published.json``: the sources by name, and the tables with rows by task."""
-    content: dict[str, Any] = read_json(Path(__file__).with_name("published.json"))
-    return content
-
-
-def find_published(model: str, task: str, metric: str = "accuracy") -> list[PublishedNumber]:
-    """Return the numbers of a metric for a model on a task."""
-    found = []
-    for table in published_tables()["tables"]:
-        if table["model"] != model or table["metric"] != metric:
-            continue
-        source = Source(**published_tables()["sources"][table["source"]])
-        for method, values in table["rows"].get(task, {}).items():
-            for sparsity, value in zip(table["sparsities"], values, strict=True):
-                found.append(PublishedNumber(source, method, sparsity, value))
-    return found
-
-
-def published_name(model: str) -> str | None:
-    """Return the model of the papers whose name ends as this one (a hub id or a folder) does."""
-    last = model.rstrip("/").rpartition("/")[2].lower()
-    for table in published_tables()["tables"]:
-        if table["model"].rpartition("/")[2].lower() == last:
-            return str(table["model"])
-    return None
-
-
-def write_published(page: Page, model: str, task: str) -> None:
-    """Add the published accuracies of a model on a task, if there are any, marked as such."""
-    name = published_name(model)
-    numbers = find_published(name, task) if name else []
-    if not numbers:
-        return
-    page.heading("Published numbers, not measured here", level=3)
-    sources = list(dict.fromkeys(number.source for number in numbers))
-    sparsities = sorted({n.sparsity for n in numbers if n.sparsity is not None})
-    methods: dict[tuple[int, str], dict[float | None, str]] = {}
-    for number in numbers:
-        values = methods.setdefault((sources.index(number.source) + 1, number.method), {})
-        values[number.sparsity] = f"{number.value:.1f}"
-    rows = []
-    for (source, method), values in sorted(methods.items(), key=lambda item: item[0][0]):
-        cells = [values.get(sparsity, "") for sparsity in (*sparsities, None)]
-        rows.append([FULL_CACHE if method == "full" else method, *cells, f"[{source}]"])
-    page.table(
-        ["method", *levels(sparsities), "without s", "source"],
-        rows,
-        f"{name} on {task}, accuracy in percent as published, without intervals. s: share of KV "
-        "heads, or of entries where tokens are dropped in all heads; s = 0 is the full cache.",
-    )
-    cited = []
-    for place, of in enumerate(sources, start=1):
-        cited.append(f"[{place}] {of.paper} (arXiv {of.arxiv}), {of.where}: {of.protocol}")
-    page.bullets(cited)

@@ -45,7 +45,7 @@ FULL = "full"
 RANDOM_HEADS = "random-heads"
 OF_FULL = "full:"  # before a policy that evicts from the full heads
 RESULTS = "results.json"
-REPORTS = ("report.html", "report.md")
+REPORTS = ("report.html", "report.md")  # with a plot for each task
 WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
 
 
@@ -312,7 +312,7 @@ class EvalConfig(SamplingOptions, TaskOptions):
     """Options of an evaluation."""
 
     output_dir: Path
-    """takes TASK/METHOD/rows-*.jsonl, results.json, report.html and report.md"""
+    """takes TASK/METHOD/rows-*.jsonl, results.json, report.html, report.md and accuracy-TASK.png"""
     engine: Literal["hf", "vllm"] = "hf"
     """what decodes: transformers (hf), or vLLM for many texts at once; texts at float32 and greedy
     decoding are the same
@@ -396,13 +396,19 @@ def check_vllm(
     check_served(of_model, served)
 
 
+def plot_name(task: str) -> str:
+    """Return the name of the file with the plot of a task."""
+    return f"accuracy-{task.replace(':', '_')}.png"
+
+
 def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet.
 
     Returns:
         The evaluation; None in all processes of a run but the first.
     """
-    check_results(config.output_dir, RESULTS, REPORTS, ("config", "results"))
+    reports = (*REPORTS, *map(plot_name, config.tasks))
+    check_results(config.output_dir, RESULTS, reports, ("config", "results"))
     rankings = named_gates(config.gates, (FULL, RANDOM_HEADS, *POLICIES))
     methods = parse_methods(config.methods, list(rankings))
     if config.baseline not in (None, *config.methods):

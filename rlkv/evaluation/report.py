@@ -274,7 +274,7 @@ FIXED_STYLES = {
 }
 WIDTH = 9.0
 HEIGHT = 4.2
-MOST_MAPS = 4  # heat maps side by side
+WIDEST = 14.0  # inches of heat maps side by side
 SPARSITY = "sparsity (share of KV heads that are compressible)"
 ACCURACY = "greedy accuracy"
 ACCURACY_LIMITS = (-0.03, 1.03)
@@ -405,10 +405,12 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
 
     Places of NaN, which have no gate, stay white.
     """
-    columns = min(MOST_MAPS, len(alphas))
-    lines = -(-len(alphas) // columns)
+    from matplotlib.ticker import MaxNLocator
+
     first = next(iter(alphas.values()))
     width = max(2.2, 0.16 * len(first) + 0.8)
+    columns = max(1, min(int(WIDEST // width), len(alphas)))
+    lines = -(-len(alphas) // columns)
     height = max(1.8, 0.16 * len(first[0]) + 0.9)
     figure, grid = _figure(columns * width + 1.2, lines * height, columns, lines)
     image: Any = None
@@ -419,6 +421,7 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
         axes.set_title(name, fontsize=TITLE_SIZE)
         axes.set_xlabel("layer", fontsize=TEXT_SIZE)
         axes.set_ylabel("KV head", fontsize=TEXT_SIZE)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(labelsize=TEXT_SIZE)
     for axes in grid[len(alphas) :]:
         axes.set_visible(False)

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.decoders import TransformersDecoder
-from rlkv.evaluation.eval_report import published_name
 from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.measurements import (
     RESERVED,
@@ -39,6 +38,7 @@ from rlkv.evaluation.measurements import (
     reference_rankings,
     split_heads,
 )
+from rlkv.evaluation.published import published_name
 from rlkv.evaluation.report import FULL_CACHE
 from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.eviction import POLICIES, make_policy

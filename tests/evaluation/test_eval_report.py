@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from rlkv.evaluation.eval_report import (
-    evaluation_page,
-    find_published,
-    pass_at,
-    published_tables,
-    summarize,
-)
+from rlkv.evaluation import eval_report
+from rlkv.evaluation.eval_report import evaluation_page, pass_at, plot_accuracy, summarize
 from rlkv.evaluation.evaluate import EvalConfig, parse_method
 from rlkv.evaluation.metrics import wilson_interval
+from rlkv.evaluation.published import find_published, published_tables
+from rlkv.evaluation.report import Panel
 from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
@@ -54,7 +51,7 @@ def report(
         summaries.append(summarize("aime24", name, own, texts.get("full"), other))
     methods = [parse_method(name, ["rlkv", "duo"]) for name in texts]
     options = {**CONFIG, "baseline": baseline, **config}
-    return evaluation_page(methods, summaries, provenance(), options).markdown()
+    return evaluation_page(methods, summaries, provenance(), options, {}).markdown()
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +216,33 @@ def test_every_published_number_is_plausible_and_names_its_source() -> None:
         # 1 / ((1 - s) + s * (16 + 64) / 3000), to the two decimals of the table
         share = number.sparsity or 0
         assert number.value == pytest.approx(1 / (1 - share + share * 80 / 3000), abs=0.01)
+
+
+def test_plot_has_a_curve_through_the_sparsities_of_a_ranking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels: list[Panel] = []
+
+    def keep(path: Path, panel: Panel) -> Path:
+        panels.append(panel)
+        return path
+
+    monkeypatch.setattr(eval_report, "plot_curves", keep)
+    held = {"full": 100, "duo@0.4": 70, "duo@0.2": 90, "duo@0.4+rkv@256": 80, "rkv@256": 50}
+    summaries = []
+    for name, kv_bytes in held.items():
+        texts = [{**each, "kv_bytes": kv_bytes} for each in rows(kv_bytes // 10, 10)]
+        summaries.append(summarize("aime24", name, texts, None))
+    methods = [parse_method(name, ["duo"]) for name in held]
+    path = tmp_path / "plot.png"
+    assert plot_accuracy(path, "aime24", methods, summaries) == path
+    panel = panels[0]
+    points = {name: [point[:2] for point in curve] for name, curve in panel.curves.items()}
+    assert points == {
+        "duo": [(0.7, 0.7), (0.9, 0.9)],
+        "duo+rkv@256": [(0.8, 0.8)],
+        "rkv@256": [(0.5, 0.5)],
+    }
+    low, high = panel.curves["duo"][0][2:]
+    assert low < 0.7 < high
+    assert panel.reference == 1.0

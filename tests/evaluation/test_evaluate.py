@@ -86,6 +86,9 @@ def test_files_and_report(evaluated: Path) -> None:
     assert (config["sink"], config["window"], config["stop_repetitive"]) == (4, 16, False)
     for name in ("report.md", "report.html"):
         assert "mine+rkv@24:buffer=4" in (folder / name).read_text()
+    assert (folder / "accuracy-tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert "](<accuracy-tiny.png>)" in (folder / "report.md").read_text()
+    assert "data:image/png" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("method", "suffix"), [("full", "_full"), ("mine@0.5", "")])
