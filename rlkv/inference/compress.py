@@ -497,10 +497,17 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_attentions(given.get("output_attentions"))
         refuse_packed(given.get("position_ids"), given.get("attention_mask"))
-        # transformers still takes the name of before 5.24, and renames it after this hook
+        # transformers 5.24 calls it cache, and still takes the name of before, which it renames
+        # after this hook
         cache = given.pop("past_key_values", None)
-        if given.get(name) is not None:
-            cache = given[name]
+        newer = given.pop("cache", None)
+        if cache is not None and newer is not None and newer is not cache:
+            raise ValueError(
+                "past_key_values and cache are two caches, and a call has one: pass session.cache "
+                "as one of them"
+            )
+        if newer is not None:
+            cache = newer
         if cache is None:
             cache = session.new_cache()
             # without use_cache the tokens still go through a cache, which is not kept

@@ -432,6 +432,17 @@ def test_what_would_bypass_the_cache_is_refused(
         llama.generate(prompt(), **GREEDY, **arguments)
 
 
+def test_a_call_has_one_cache_by_either_name(llama: PreTrainedModel) -> None:
+    ids = prompt()
+    with rlkv.compress(llama, MIXED) as session, torch.no_grad():
+        cache = session.new_cache()
+        expected = llama(ids, past_key_values=session.new_cache()).logits
+        assert torch.equal(llama(ids, cache=cache).logits, expected)
+        assert cache.get_seq_length() == ids.shape[1]
+        with pytest.raises(ValueError, match="are two caches, and a call has one"):
+            llama(ids, past_key_values=session.new_cache(), cache=cache)
+
+
 def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> None:
     before = state_of(llama)
     with rlkv.compress(llama, MIXED) as session:
