@@ -316,6 +316,11 @@ def resolve_allocation(
                 "too, or leave it out to compress all heads"
             )
         return HeadAllocation(~gated_places(layout.heads, *heads), layout.heads)
+    if not isinstance(gates, HeadAllocation):
+        raise ValueError(
+            f"gates is a {type(gates).__name__}: pass a gates file, HeadGates(alpha), or a "
+            "HeadAllocation(full)"
+        )
     if sparsity is not None:
         raise ValueError(
             "sparsity is given together with a HeadAllocation, which has its own: pass one of the "

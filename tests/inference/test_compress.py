@@ -385,6 +385,7 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"gates": make_gates(make_tiny_model("llama")), "sparsity": 1.5}, "sparsity"),
         ({"gates": "absent/gates.pt", "sparsity": 0.5}, "absent"),
         ({"gates": SHORT_GATES}, "2 layers x 4 KV heads"),
+        ({"gates": torch.ones(3, 4), "sparsity": 0.5}, r"gates is a Tensor: .* HeadGates\(alpha\)"),
         ({**BY_RKV, "sparsity": 0.5}, "pass one of the two"),
         ({"eviction": RKV(budget=12), "sparsity": 0.5}, "sparsity.*without gates"),
         ({**PLAIN, "sink": -1}, "sink is -1"),
