@@ -43,8 +43,6 @@ from rlkv.utils.runtime import check_switches
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
 T = TypeVar("T")
-YES = {"true", "yes", "1"}
-NO = {"false", "no", "0"}
 OTHERS = "others"  # the group of options that --help does not show
 
 
@@ -255,13 +253,15 @@ def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -
 
 def _take(name: str, given: list[str]) -> str | None:
     """Remove an option from ``given``; return its value."""
-    for place, argument in enumerate(given):
-        option, equals, value = argument.partition("=")
-        if option == f"--{name}":
-            found = given[place : place + (1 if equals else 2)]
-            del given[place : place + len(found)]
-            return value if equals else "".join(found[1:])
-    return None
+    places = [place for place, own in enumerate(given) if own.partition("=")[0] == f"--{name}"]
+    if not places:
+        return None
+    if len(places) > 1:
+        raise ValueError(f"--{name} is given twice: give one of them")
+    _, equals, value = given[places[0]].partition("=")
+    found = given[places[0] : places[0] + (1 if equals else 2)]
+    del given[places[0] : places[0] + len(found)]
+    return value if equals else "".join(found[1:])
 
 
 def _read_values(path: Path, what: str, names: Collection[str]) -> dict[str, Any]:
@@ -316,33 +316,17 @@ def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
             )
         seen.add(name)
         if hint in (bool, bool | None):
-            if not equals and rest and rest[0].lower() in YES | NO:
-                text = rest.pop(0)
-            found += _truth_value(option, text, hint)
+            flag = name.replace("_", "-")
+            if equals or "".join(rest[:1]).lower() in ("true", "false"):
+                raise ValueError(f"{option} is on or off: write --{flag} or --no-{flag}")
+            is_on = not option.startswith("--no-")
+            written = f"--{flag}" if is_on else f"--no-{flag}"
+            # tyro gives those that need not be given a value
+            found += [written] if hint is bool else [f"--{flag}", str(is_on)]
         else:
             _check_value(option, text if equals else "".join(rest[:1]), hint)
             found.append(argument)
     return found
-
-
-def _truth_value(option: str, text: str, hint: Any) -> list[str]:
-    """Write an option that is true or false as tyro reads it; 0.1 had ``--resume false``.
-
-    Those that need not be given take a value, all others are ``--name`` or ``--no-name``.
-    """
-    name = _field(option).replace("_", "-")
-    if text and text.lower() not in YES | NO:
-        raise ValueError(f"{option} is on or off: write --{name} or --no-{name}")
-    value = option.startswith("--no-") == (text.lower() in NO)
-    if hint is not bool:
-        return [f"--{name}", str(value)]
-    written = f"--{name}" if value else f"--no-{name}"
-    if text:
-        print(
-            f"note: {option} {text} is now {written}; the next release takes that form only",
-            file=sys.stderr,
-        )
-    return [written]
 
 
 def _check_value(option: str, given: str, hint: Any) -> None:

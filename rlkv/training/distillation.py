@@ -314,8 +314,13 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
     """Return the draw of recall samples, and what a run notes of its data.
 
     Raises:
-        ValueError: for a haystack that cannot be read.
+        ValueError: for a haystack that cannot be read, and a template, which nothing would use.
     """
+    if settings.template is not None:
+        raise ValueError(
+            f"--template {settings.template}: the recall task has prompts of its own: leave it out, "
+            "or take --data traces"
+        )
     is_tiny = knows_bindings(tokenizer)
     if is_tiny and settings.haystack is not None:
         raise ValueError(

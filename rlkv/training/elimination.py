@@ -415,8 +415,8 @@ class RemovalLog:
         alpha[: len(full_LH)] = full_LH.float()
         append_gates(self.folder, self.steps, alpha.tolist(), self.heads)
         if self.wandb:
-            logged = {f"elimination/{name.replace('/', '_')}": record[name] for name in record}
-            self.wandb.run.log(logged)
+            has_gate = gated_places(self.heads, *alpha.shape)
+            self.wandb.log([{"step": self.steps, **record}], alpha[has_gate], {}, [])
 
     def add_seconds(self, seconds: float) -> None:
         """Add to the time of the last record what came after it."""

@@ -358,8 +358,12 @@ def describe_plan(
     rows = read_curriculum(curriculum) if curriculum is not None and is_there else None
     with not_loading():
         plan = make_plan(settings, args, _machine(settings, args), rows, prompt_tokens)
-    if curriculum is None:
+    if curriculum is None and settings.model == "tiny":
         curriculum = "problems of the built-in task"
+    elif curriculum is None:
+        curriculum = (
+            f"none: pass --curriculum FILE, which rlkv-filter --model {settings.model} writes"
+        )
     elif rows is None:
         curriculum += f" (absent: {settings.filter_command()} writes it)"
     model = settings.model

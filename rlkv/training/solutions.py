@@ -122,7 +122,8 @@ def read_traces(
         ValueError: for an unreadable file, rows without outputs, or if nothing is left.
     """
     traces = []
-    for number, row in enumerate(read_curriculum(path, ("problem", "answer", "output"))):
+    rows = read_curriculum(path, ("problem", "answer", "output"))
+    for number, row in enumerate(rows, start=1):
         if not isinstance(row["output"], str) or not row["output"].strip():
             raise ValueError(
                 f"{path}: the output of row {number} is empty: filter again with this model"

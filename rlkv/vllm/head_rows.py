@@ -69,10 +69,10 @@ class HeadLayers:
         """Kinds and pages, int64 ``[L, H, 2]``."""
         return torch.tensor(self.layers)
 
-    def schedule(self, table: Tensor, lengths: Tensor, starts: Tensor) -> HeadRows:
+    def schedule(self, lengths: Tensor, starts: Tensor) -> Tensor:
         """Let the kernel plan its work."""
         kernel = self.kernel
-        schedule = ops.cpu_attn_get_scheduler_metadata(
+        schedule: Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths),
             num_heads=self.group_size,
             num_kv_heads=1,
@@ -86,7 +86,7 @@ class HeadLayers:
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             kv_cache_dtype=kernel.kv_cache_dtype,
         )
-        return HeadRows(table, lengths, starts, schedule)
+        return schedule
 
 
 def split_pages(pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,11 +101,13 @@ class StepRows:
 
     Attributes:
         kinds: stock metadata with the step's tables.
+        schedules: by the kinds of a layer's heads.
     """
 
     of: HeadLayers
     kinds: Sequence[Any]
     made: dict[Places, HeadRows] = field(default_factory=dict)
+    schedules: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @property
     def decoding(self) -> bool:
@@ -121,8 +123,14 @@ class StepRows:
         if self.decoding and not self.made:
             self._decode()
         if places not in self.made:
-            self.made[places] = self.of.schedule(*self._sequences(places))
+            self._make(places, *self._sequences(places))
         return self.made[places]
+
+    def _make(self, places: Places, table: Tensor, lengths: Tensor, starts: Tensor) -> None:
+        kinds = tuple(place.kind for place in places)  # from which lengths follow, pages do not
+        if kinds not in self.schedules:
+            self.schedules[kinds] = self.of.schedule(lengths, starts)
+        self.made[places] = HeadRows(table, lengths, starts, self.schedules[kinds])
 
     def _tables(self) -> list[Tensor]:
         """Return the first pages of each kind's blocks, equally wide."""
@@ -147,7 +155,7 @@ class StepRows:
         tables = table_LRHC.flatten(1, 2)
         lengths = length_LRH.flatten(1)
         for number, places in enumerate(self.of.layers):
-            self.made[places] = self.of.schedule(tables[number], lengths[number], starts)
+            self._make(places, tables[number], lengths[number], starts)
 
     def _sequences(self, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Return pages, lengths and starts of all heads' sequences, head by head."""

@@ -28,12 +28,12 @@ PROMPT = "a=7 . b=2 . c = b + a . d = c * b . e = d - a . find e ?"
 CHAT = f"{PROMPT}\n/reset\n{PROMPT}\n"  # what the command "chat" reads
 
 CURRICULUM = "--curriculum curriculum/curriculum.parquet"
-GRPO = f"""rlkv-train --config tiny --finder rlkv {CURRICULUM} --use_cpu true --prompts_per_step 4
+GRPO = f"""rlkv-train --config tiny --finder rlkv {CURRICULUM} --use_cpu --prompts_per_step 4
     --per_device_train_batch_size 16 --max_completion_length 60 --temperature 1.3 --init_value 0.45
     --save_steps 2 --image_steps 2 --sample_steps 2 --held_out 3 --held_out_steps 2
     --target_sparsity 0.5 --stable_steps 0"""
 ELIMINATION = f"""rlkv-train --model tiny --dtype float32 --finder elimination {CURRICULUM}
-    --use_cpu true --elimination_traces 4 --image_steps 0"""
+    --use_cpu --elimination_traces 4 --image_steps 0"""
 DISTILL = "rlkv-distill --steps 3 --save_steps 2 --batch_size 4 --forward_rows 4 --wandb offline"
 INFER = "rlkv-infer --model tiny --max-new-tokens 60"
 ASK = "--input problems.jsonl --batch-size 2"
@@ -52,7 +52,7 @@ RUNS = {
         --output_dir elimination""",
     "elimination after distillation": f"""{ELIMINATION} --elimination_distillation 8
         --elimination_sparsity 0.5 --prompts_per_step 4 --output_dir distilled""",
-    "attention": f"""rlkv-train --config tiny --finder attention {CURRICULUM} --use_cpu true
+    "attention": f"""rlkv-train --config tiny --finder attention {CURRICULUM} --use_cpu
         --elimination_traces 4 --output_dir attention""",
     "recall": f"{DISTILL} --config distill_tiny --output_dir recall",
     "traces": f"{DISTILL} --config distill_tiny_traces {CURRICULUM} --output_dir traces",

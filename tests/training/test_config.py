@@ -114,7 +114,7 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--beta 0.1", "l1_beta"),
         ("--loss-type dapo", "loss_type"),
         ("--use-transformers-continuous-batching", "continuous_batching"),
-        ("--use-vllm true", "use_vllm"),
+        ("--use-vllm", "use_vllm"),
         ("--report-to wandb", "option wandb"),
         ("--temperature 0", "greedy"),
         ("--max-steps 0", "max_steps must be at least 1"),

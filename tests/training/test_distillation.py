@@ -294,7 +294,7 @@ EMPTY = {"problem": "p", "answer": "1"}
         ("--haystack a.txt", None, "the tiny model reads no text"),
         ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
         ("--data traces", EMPTY, "line 1.*output"),
-        ("--data traces", {**EMPTY, "output": " "}, "output of row 0"),
+        ("--data traces", {**EMPTY, "output": " "}, "output of row 1 "),
         ("--data traces --max-length 5", {**EMPTY, "output": "a=1"}, "within max_length=5"),
     ],
 )
