@@ -27,7 +27,7 @@ from rlkv.evaluation.report import Page
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS, load_task
-from rlkv.inference.options import check_positive
+from rlkv.inference.options import check_least
 from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import hardware_line, provenance
@@ -61,7 +61,7 @@ class GraderConfig:
     """use only the first N problems of MBPP"""
 
     def check(self) -> None:
-        check_positive(self, "workers", "code_limit")
+        check_least(self, 1, "workers", "code_limit")
         if self.data is None and not self.input and not self.pairs:
             raise ValueError("there is nothing to check: pass --data, --input or --pairs")
 

@@ -23,7 +23,7 @@ from rlkv.cli.app import parse, run_app
 from rlkv.data.problems import curriculum_template
 from rlkv.gates.formats import SUFFIXES
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.prompts import choose_template
 from rlkv.utils.files import check_new
 
@@ -63,7 +63,7 @@ class RerankConfig(ModelOptions):
         if self.output.suffix not in SUFFIXES:  # not after hours
             raise ValueError(f"--output {self.output} must end with {', '.join(SUFFIXES)}")
         check_new(self.output, self.overwrite)
-        check_positive(self, "num_traces", "rows")
+        check_least(self, 1, "num_traces", "rows")
 
 
 def main() -> None:

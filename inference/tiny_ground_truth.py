@@ -32,7 +32,7 @@ from rlkv.cli.app import parse, run_app
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
 from rlkv.inference.engine import InferenceEngine
-from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
@@ -73,7 +73,7 @@ class GroundTruthConfig(ModelOptions):
     """of the model"""
 
     def check(self) -> None:
-        check_positive(self, "num_problems", "num_traces", "random_draws")
+        check_least(self, 1, "num_problems", "num_traces", "random_draws")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
     traces = []
     for problem, output, right in zip(recorded, *decode(recorded), strict=True):
         if right:
-            prompt = engine.encode(render_prompt(tokenizer, problem["problem"]))
+            (prompt,) = engine.tokenize([render_prompt(tokenizer, problem["problem"])])
             traces.append(Trace(tuple(prompt), tuple(output)))
     with progress_bar("elimination", "scores", total * (total + 1) // 2) as bar:
         scorer = TraceScorer(model, traces, config.sink, config.window)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse, run_app
-from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.loading import resolve_device
 from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, Footprint, free_memory
@@ -53,7 +53,7 @@ class ServeConfig(ModelOptions):
 
     def check(self) -> None:
         check_vllm_options(self.engine, self.device, self.kv_gib)
-        check_positive(self, "max_rows", "max_positions")
+        check_least(self, 1, "max_rows", "max_positions")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(
                 f"--port {self.port} is not a port: choose one from 1 to 65535, or 0 for a free one"

@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 import torch
 
-from rlkv.benchmarks.turns import LlamaSizes, at_least, write_result
+from rlkv.benchmarks.turns import LlamaSizes, write_result
 from rlkv.evaluation.report import FULL_CACHE, Page, Panel, Point
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.inference.options import check_least
 from rlkv.models.loading import DTYPES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import write_json
@@ -112,11 +113,11 @@ class ServingConfig(LlamaSizes):
     def check(self) -> None:
         """Raise ValueError for impossible settings."""
         super().check()
-        at_least(0, sink=self.sink)
-        at_least(1, window=self.window, requests=self.requests, rounds=self.rounds)
-        at_least(1, prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
-        at_least(1, block_size=self.block_size, rows=self.rows, step_tokens=self.step_tokens)
-        at_least(1, turn_steps=self.turn_steps)
+        check_least(self, 0, "sink")
+        check_least(self, 1, "window", "requests", "rounds")
+        check_least(self, 1, "prompt_tokens", "output_tokens")
+        check_least(self, 1, "block_size", "rows", "step_tokens")
+        check_least(self, 1, "turn_steps")
         if not 0 <= self.spread < 1:
             raise ValueError(f"--spread {self.spread:g}: give a number from 0 to below 1")
         if self.pool_tokens < self.positions:

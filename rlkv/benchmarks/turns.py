@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlkv.evaluation.evaluate import FULL, parse_methods
 from rlkv.evaluation.report import Page, Panel, Point, plot_curves
+from rlkv.inference.options import check_least
 from rlkv.models.loading import resolve_device, resolve_dtype
 from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
@@ -51,7 +52,7 @@ class LlamaSizes:
 
     def check(self) -> None:
         """Raise ValueError for impossible sizes."""
-        at_least(1, **{field.name: getattr(self, field.name) for field in fields(LlamaSizes)})
+        check_least(self, 1, *(field.name for field in fields(LlamaSizes)))
         if self.query_heads % self.kv_heads:
             raise ValueError(
                 f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}"
@@ -71,16 +72,6 @@ class LlamaSizes:
             max_position_embeddings=positions,
             rms_norm_eps=1e-5,
         )
-
-
-def at_least(least: float, **options: float | tuple[float, ...]) -> None:
-    """Raise ValueError unless every option has values, all of ``least`` or more."""
-    for name, values in options.items():
-        given = values if isinstance(values, tuple) else (values,)
-        if not given or min(given) < least:
-            shown = " ".join(f"{value:g}" for value in given)
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {shown}: give numbers of {least:g} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +140,13 @@ class DecodeConfig(LlamaSizes):
         super().check()
         if self.layer + self.eviction + self.texts > 1:
             raise ValueError("--layer, --eviction and --texts are measured one at a time: give one")
-        at_least(1, batches=self.batches, contexts=self.contexts, rounds=self.rounds)
-        at_least(1, max_steps=self.max_steps, window=self.window)
-        at_least(1, prompt_tokens=self.prompt_tokens)
-        at_least(2, new_tokens=self.new_tokens)
-        at_least(0, sink=self.sink)
-        if self.threads is not None:
-            at_least(1, threads=self.threads)
+        check_least(self, 1, "batches", "contexts", "rounds")
+        check_least(self, 1, "max_steps", "window")
+        check_least(self, 1, "prompt_tokens", "threads")
+        check_least(self, 2, "new_tokens")
+        check_least(self, 0, "sink")
         if self.eviction:
-            at_least(LEAST_ENTRIES, contexts=self.contexts)
+            check_least(self, LEAST_ENTRIES, "contexts")
         if 0.0 not in self.sparsities:
             raise ValueError("--sparsities must include 0: the others are compared with it")
         parse_methods(self.methods, [])

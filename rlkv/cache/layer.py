@@ -20,7 +20,7 @@ from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, StockMask, Unread, refu
 from rlkv.attention.mixed import plain_attention
 from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, CallPart, JoinLayout
-from rlkv.cache.stores import FullStore, PlainStore, Store, attend
+from rlkv.cache.stores import FullStore, RingStore, Store, attend
 from rlkv.kernels.step import serves
 
 # without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
@@ -225,7 +225,7 @@ class ReallocationLayer(CacheLayerMixin):
     def _kernel_serves(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         if not self.state.decode_kernel or key.dtype != self.dtype:
             return False
-        is_plain = all(isinstance(store, PlainStore) for store in self.stores)
+        is_plain = all(isinstance(store, FullStore | RingStore) for store in self.stores)
         return is_plain and serves(query, key, value)
 
     def _decode(
@@ -236,7 +236,7 @@ class ReallocationLayer(CacheLayerMixin):
 
         full = ring = None
         for store in self.stores:
-            assert isinstance(store, PlainStore)
+            assert isinstance(store, FullStore | RingStore)
             store.make_room(layout)
             if isinstance(store, FullStore):
                 full = (store.keys, store.values)

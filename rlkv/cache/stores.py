@@ -146,15 +146,7 @@ class Store(ABC):
             self.planes[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
 
 
-class PlainStore(Store):
-    """A store from which no policy evicts: the decode kernel reads and writes its buffers."""
-
-    @abstractmethod
-    def make_room(self, layout: CallLayout) -> None:
-        """Give the buffers the size that the call needs."""
-
-
-class FullStore(PlainStore):
+class FullStore(Store):
     """Everything, in buffers that grow; ``reserved`` tokens get memory up front, exactly."""
 
     def __init__(self, num_heads: int, state: CacheState, reserved: int) -> None:
@@ -210,7 +202,7 @@ class FullStore(PlainStore):
         return torch.ones(self.num_heads, tokens, dtype=torch.bool)
 
 
-class RingStore(PlainStore):
+class RingStore(Store):
     """The first S and last W real tokens of each row, in R slots (:mod:`rlkv.cache.plan`)."""
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:

@@ -131,7 +131,7 @@ def _cut(completion: Completion) -> str:
 
 def _answer(session: InferSession, prompt: str) -> None:
     engine, sampling = session.engine, session.sampling
-    ids = engine.encode(session.render(prompt))
+    (ids,) = engine.tokenize([session.render(prompt)])
     reply = _streamed(session, partial(engine.reply, ids, sampling), prompt)
     if not session.config.compare_full:
         _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}")

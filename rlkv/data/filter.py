@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from rlkv.data.curriculum import (
     write_curriculum,
 )
 from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
-from rlkv.inference.options import ModelOptions, check_positive
+from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template, render_prompt
@@ -48,7 +47,7 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, hardware_line, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
-from rlkv.vllm.plugin import check_vllm_options, choose_engine
+from rlkv.vllm.plugin import check_version, check_vllm_options, choose_engine
 
 # every loaded problem ends in exactly one of these
 STATUSES = {
@@ -144,13 +143,10 @@ class FilterConfig(ModelOptions):
 
     def check(self) -> None:
         """Raise ``ValueError`` for values that no job can have."""
-        check_positive(self, "num_problems", "batch_size", "max_new_tokens", "limit", "max_length")
+        check_least(self, 1, "num_problems", "batch_size", "max_new_tokens", "limit", "max_length")
         check_vllm_options(self.engine, self.device, self.kv_gib)
-        if self.engine == "vllm" and find_spec("vllm") is None:
-            raise ValueError(
-                "engine 'vllm' comes with the extra rlkv[vllm], which is not installed: use "
-                "--engine hf"
-            )
+        if self.engine == "vllm":
+            check_version()
         if self.buckets:
             parse_buckets(",".join(self.buckets))
         if self.template is not None:

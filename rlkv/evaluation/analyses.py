@@ -86,7 +86,7 @@ def run_study(config: StudyConfig) -> None:
     if drafts:
         check_drafts(study.model)
     # the full cache first: matched budgets need its texts
-    study.measure(FULL_CACHE, study.full_requests())
+    study.measure(FULL_CACHE, [(FULL_CACHE, study.full_condition(task)) for task in study.tasks])
     study.measure("conditions", study.requests(config.chosen_analyses))
     if drafts:
         measure_acceptance(study)

@@ -27,19 +27,20 @@ from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
-from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task, trained_template
+from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task
 from rlkv.eviction import POLICIES, make_policy, parse_options
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_positive
+from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_least
 from rlkv.models.layout import Layout
 from rlkv.models.loading import load_config
+from rlkv.models.prompts import DEFAULT_TEMPLATE
 from rlkv.models.shape import ModelShape
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 from rlkv.vllm.plugin import check_vllm_options
-from rlkv.vllm.settings import TEMPERATURES
+from rlkv.vllm.settings import check_temperature
 
 FULL = "full"
 RANDOM_HEADS = "random-heads"
@@ -246,8 +247,6 @@ class TaskOptions(CacheOptions, ModelOptions):
     """file or folder with the tasks' problems; default: the hub"""
     limit: int | None = None
     """first problems of each task"""
-    seed: int = 0
-    """of samples and random heads; the drawn problems of tiny and smol are always the same"""
     max_new_tokens: tuple[str, ...] = ()
     """N, or TASK=N for single tasks; default: the tasks' published limits"""
     template: str | None = None
@@ -261,7 +260,7 @@ class TaskOptions(CacheOptions, ModelOptions):
 
     def check(self) -> None:
         """Raise ValueError for values that no run can have."""
-        check_positive(self, "limit", "batch_size")
+        check_least(self, 1, "limit", "batch_size")
         number_for("", self.max_new_tokens, "--max-new-tokens")
         _ = self.rule
 
@@ -275,8 +274,14 @@ class TaskOptions(CacheOptions, ModelOptions):
         return number_for(task.name, self.max_new_tokens, "--max-new-tokens") or task.max_new_tokens
 
     def chosen_template(self, gates: Iterable[HeadGates]) -> str | None:
-        """Return the template as given, else the one of all gates; None: the tasks' own."""
-        return self.template or trained_template(gates)
+        """Return the template as given, else the one that all gates were trained with.
+
+        None: the tasks' own; for ``rlkv`` they have the published text.
+        """
+        names = {each.training.get("template") for each in gates}
+        if self.template or len(names) != 1 or names == {DEFAULT_TEMPLATE}:
+            return self.template
+        return next(iter(names))
 
     def problems(self, template: str | None) -> list[tuple[EvalTask, list[EvalProblem]]]:
         """Load every task with its problems."""
@@ -382,12 +387,7 @@ def check_vllm(
             "--engine vllm evaluates in one process: start it without torchrun or accelerate "
             "launch, or take --engine hf, which shares the texts"
         )
-    least, most = TEMPERATURES
-    if config.temperature > 0 and not least <= config.temperature <= most:
-        raise ValueError(
-            f"--engine vllm draws at temperatures from {least} to {most:g}, not "
-            f"{config.temperature}: take --engine hf"
-        )
+    check_temperature(config.temperature)
     of_model = load_config(config.model)
     served = {}
     for method in methods:

@@ -31,7 +31,6 @@ from rlkv.cache.plan import COMPRESSIBLE
 from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.inference.options import check_positive
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.utils.runtime import commit, digest
@@ -94,17 +93,10 @@ class RunSettings:
     planned: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_samples", "batch_size")
         if self.num_samples > 1 and self.sampling.greedy:
             raise ValueError(
                 f"{self.num_samples} samples of greedy decoding are all the same: set a "
                 "temperature or take one sample"
-            )
-        variant = getattr(self.cache.eviction, "variant", None)
-        if self.planned is not None and variant == "rlkv_tables":
-            raise ValueError(
-                "planned lengths do not go with variant=rlkv_tables, whose budget grows with the "
-                "text"
             )
 
 

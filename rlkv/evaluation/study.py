@@ -39,12 +39,11 @@ from rlkv.evaluation.measurements import (
     split_heads,
 )
 from rlkv.evaluation.published import published_name
-from rlkv.evaluation.report import FULL_CACHE
 from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.inference.options import check_positive
+from rlkv.inference.options import check_least
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.numbers import check_whole
@@ -162,7 +161,7 @@ class StudyConfig(TaskOptions):
             if not 0 <= share <= 1:
                 raise ValueError(f"--{name} is {share}: it is a share, from 0 to 1")
         check_whole("--random-draws", self.random_draws, 0, MOST_DRAWS)
-        check_positive(self, "buffer", "observation")
+        check_least(self, 1, "buffer", "observation")
         if self.extra is not None and self.extra < MIN_EXTRA:
             raise ValueError(
                 f"--extra is {self.extra}: policies need {MIN_EXTRA} or more entries besides the "
@@ -340,10 +339,6 @@ class Study:
         return found
 
     # what analyses need
-
-    def full_requests(self) -> list[tuple[str, Condition]]:
-        """Return the full cache on every task, with its label."""
-        return [(FULL_CACHE, self.full_condition(task)) for task in self.tasks]
 
     def requests(self, analyses: Sequence[str]) -> Iterator[tuple[str, Condition]]:
         """Yield what the analyses need, with a label, in the order in which it is measured."""

@@ -81,7 +81,6 @@ class InferenceEngine(HFEngine):
         settings.check_positions(self.max_positions)
         self.allocation = allocation
         self.settings = settings
-        self.eviction = settings.eviction
         self._session: CompressedSession | None = None
         self._planned: torch.Tensor | None = None
 
@@ -94,7 +93,7 @@ class InferenceEngine(HFEngine):
             "sink": settings.sink,
             "window": settings.window,
             "prefill": settings.prefill,
-            "eviction": None if self.eviction is None else self.eviction.describe(),
+            "eviction": settings.eviction and settings.eviction.describe(),
         }
         # left out otherwise: answers of before the settings stay
         if settings.protect_prompt:
@@ -102,10 +101,6 @@ class InferenceEngine(HFEngine):
         if settings.evict_from != COMPRESSIBLE:
             own["evict_from"] = settings.evict_from
         return own
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered prompt; nothing is added to it."""
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def reply(
         self,
@@ -158,7 +153,7 @@ class InferenceEngine(HFEngine):
                 the start.
         """
         with self._compressed(full):
-            self._planned = None if planned is None else torch.tensor(planned)
+            self._planned = None if full or planned is None else torch.tensor(planned)
             yield from super().stream(prompts, sampling, numbers, stop, before_change)
 
     def batch(
@@ -253,7 +248,7 @@ class Chat:
             ValueError: as :meth:`InferenceEngine.reply`; the conversation is then as before.
         """
         text = self._render(message)
-        ids = self.engine.encode(text)
+        (ids,) = self.engine.tokenize([text])
         cache = self._cache
         held = [] if cache is None else self._ids[: cache.get_seq_length()]
         if ids[: len(held)] != held or len(ids) <= len(held):

@@ -102,9 +102,14 @@ class SamplingOptions:
         return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raise ValueError unless the fields ``names`` of a config are None or at least 1."""
+def check_least(config: Any, least: float, *names: str) -> None:
+    """Raise ValueError if one of these options is given and below ``least``, or a part of it is."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        parts = value if isinstance(value, tuple) else (value,)
+        option = f"--{name.replace('_', '-')}"
+        if not parts:
+            raise ValueError(f"{option} is empty: give numbers of at least {least:g}")
+        for part in parts:
+            if part is not None and not part >= least:
+                raise ValueError(f"{option} must be at least {least:g}, got {part:g}")

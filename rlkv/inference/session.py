@@ -163,6 +163,8 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--model is missing: without --gates nothing names the model")
 
     def _check_vllm(self) -> None:
+        from rlkv.vllm.settings import check_temperature
+
         if self.compare_full:
             raise ValueError(
                 "--compare-full does not work with --backend vllm: leave out one of the two"
@@ -180,6 +182,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
                 "--device does not work with --backend vllm: the installed vLLM is for CPUs or for "
                 "GPUs"
             )
+        check_temperature(self.temperature)
         if self.is_chat:
             raise ValueError(
                 "--backend vllm needs --prompt or --input; for chats, use `vllm serve`"

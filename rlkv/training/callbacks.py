@@ -160,13 +160,15 @@ class StopWhenStable(TrainerCallback):
 
     def state(self) -> dict[str, Any]:
         sparsities = list(self.sparsities)
-        return {"sparsities": sparsities, "full": self._full, "unchanged": self.unchanged}
+        found = {"sparsities": sparsities, "full": self._full, "unchanged": self.unchanged}
+        return {**found, "alpha": self._alpha}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier run, unless it had other sparsities."""
         if state.get("sparsities") == list(self.sparsities):
             self._full = state["full"]
             self.unchanged = state["unchanged"]
+            self._alpha = state.get("alpha")  # missing in checkpoints of 0.2 and before
 
 
 class HeldOut(TrainerCallback):

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 
 from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.problems import curriculum_template, other_models
+from rlkv.inference.options import check_least
 from rlkv.models.prompts import choose_template
 from rlkv.training.objective import RECIPES
 
@@ -45,14 +46,6 @@ def option_names(*kinds: Any, **wanted: Any) -> set[str]:
     """Return the names of the options whose metadata has all ``wanted`` values."""
     found = [of for kind in kinds for of in fields(kind) if "group" in of.metadata]
     return {of.name for of in found if wanted.items() <= of.metadata.items()}
-
-
-def check_least(settings: Any, least: float, *names: str) -> None:
-    """Raise ValueError if one of these options is given and below ``least``."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def passes(prompts: int, group: int, at_once: int) -> int:
@@ -351,11 +344,7 @@ class GateTrainingArguments(GRPOConfig):
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
-        if self.per_device_train_batch_size < 1:
-            raise ValueError(
-                "per_device_train_batch_size must be at least 1, got "
-                f"{self.per_device_train_batch_size}"
-            )
+        check_least(self, 1, "per_device_train_batch_size")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(
                 f"max_steps must be at least 1, or -1 (by the epochs), got {self.max_steps}"

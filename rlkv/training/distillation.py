@@ -318,8 +318,8 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
     """
     if settings.template is not None:
         raise ValueError(
-            f"--template {settings.template}: the recall task has prompts of its own: leave it out, "
-            "or take --data traces"
+            f"--template {settings.template} is for --data traces: the recall task has prompts of "
+            "its own, so leave it out"
         )
     is_tiny = knows_bindings(tokenizer)
     if is_tiny and settings.haystack is not None:

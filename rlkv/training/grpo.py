@@ -58,11 +58,6 @@ def train_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
-    if settings.finder != "rlkv":
-        raise ValueError(
-            f"train_gates is GRPO: set finder to rlkv, not {settings.finder}, which has a function "
-            "of its own"
-        )
     main = args.process_index == 0
     settings = settings.with_curriculum()
     rows, curriculum = load_curriculum(settings, args)

@@ -29,15 +29,7 @@ Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def group_means(rewards_N: Tensor, group_size: int) -> Tensor:
-    """Return ``rbar``, each sample's group mean: ``[N]``.
-
-    Raises:
-        ValueError: if N is not a multiple of ``group_size``.
-    """
-    if rewards_N.dim() != 1 or len(rewards_N) % group_size:
-        raise ValueError(
-            f"rewards of shape {list(rewards_N.shape)} do not form groups of {group_size}"
-        )
+    """Return ``rbar``, each sample's group mean: ``[N]``, of whole groups."""
     return rewards_N.view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 

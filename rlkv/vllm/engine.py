@@ -46,6 +46,7 @@ from rlkv.vllm.settings import (
     MIXED_KEY,
     ServingSettings,
     asks_for_check,
+    check_temperature,
     resolve_settings,
 )
 
@@ -351,6 +352,7 @@ def _params(
     from vllm import SamplingParams as EngineParams
     from vllm.sampling_params import RequestOutputKind
 
+    check_temperature(sampling.temperature)
     return EngineParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -404,7 +406,6 @@ class ServingEngine(VLLMEngine):
         self.batch_size = batch_size
         self.settings = settings
         self.allocation = settings.allocation
-        self.eviction = settings.policy()
         config = self.llm.llm_engine.vllm_config
         shape = ModelShape.from_config(config.model_config.hf_config)
         block_size, least, others = self._call_worker("rlkv_pool")
@@ -440,13 +441,9 @@ class ServingEngine(VLLMEngine):
         """Complete rendered ``prompts``, in their order; ``numbers`` as of :meth:`stream`.
 
         The bytes are those of all blocks at the texts' ends, those of layers without gates
-        included.  ``full`` is refused with
-        ``ValueError``: the engine has no second cache.
+        included.
         """
-        if full:
-            raise ValueError(
-                "the vLLM backend has no second, uncompressed cache: compare with the hf backend"
-            )
+        assert not full, "--compare-full is refused with this backend, which has no second cache"
         start = time.perf_counter()
         completions = self.generate(prompts, sampling, numbers=numbers)
         seconds = time.perf_counter() - start

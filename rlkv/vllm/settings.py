@@ -50,6 +50,17 @@ CHECK = "RLKV_CHECK"  # likewise: compare what is read with the settings (rlkv.v
 EVICTIONS = ("rkv", "snapkv")
 TEMPERATURES = (0.01, 2.0)  # that the engine draws at: below it would take the least in silence
 
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for one that the engine does not draw at; 0 is greedy."""
+    least, most = TEMPERATURES
+    if temperature > 0 and not least <= temperature <= most:
+        raise ValueError(
+            f"vLLM draws at temperatures from {least} to {most:g}, not {temperature}: take one of "
+            "these, or decode with transformers (hf)"
+        )
+
+
 # how compressible heads read a prompt: all of it, or what they keep
 FULL = "full"
 LOCAL = "local"

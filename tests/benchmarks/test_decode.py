@@ -230,7 +230,7 @@ def test_the_largest_batch_fills_the_memory() -> None:
         ({"sparsities": (0.5,)}, "--sparsities must include 0"),
         ({"batches": (0,)}, "--batches 0"),
         ({"contexts": ()}, "--contexts"),
-        ({"contexts": (64,), "eviction": True}, "--contexts 64: give numbers of 128 or more"),
+        ({"contexts": (64,), "eviction": True}, "--contexts must be at least 128, got 64"),
         ({"rounds": 0}, "--rounds"),
         ({"threads": 0}, "--threads"),
         ({"window": 0}, "--window"),

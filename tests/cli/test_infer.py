@@ -435,6 +435,7 @@ SERVED: dict[str, Any] = {"backend": "vllm", "gates": "gates.pt", "prompt": "x"}
         ({"compare_full": True}, "--compare-full"),
         ({"device": "cpu"}, "--device"),
         ({"prefill": "published"}, "--prefill published"),
+        ({"temperature": 0.005}, "temperatures from 0.01 to 2, not 0.005"),
         ({"gates": None, "eviction": "rkv", "budget": 64}, "--gates"),
         ({"eviction": "rkv", "budget": 64, "evict_from": "full"}, "--evict-from full"),
         ({"evict_from": "full"}, "--evict-from full needs --eviction"),

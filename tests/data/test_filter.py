@@ -241,7 +241,7 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
         *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
         pytest.param(
             ["--engine", "vllm"],
-            r"rlkv\[vllm\], which is not installed",
+            r"vLLM is not installed: pip install 'rlkv\[vllm\]'",
             marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed"),
         ),
     ],

@@ -247,9 +247,6 @@ def test_samples_differ_and_repeat(run: Run, tmp_path: Path) -> None:
     assert any(texts[f"p{i}", 0] != texts[f"p{i}", 1] for i in range(N))
     with pytest.raises(ValueError, match="greedy"):
         RunSettings(CacheSettings(), SamplingParams(30), num_samples=2)
-    policy = RKV(ratio=0.3, extra=64, variant="rlkv_tables")
-    with pytest.raises(ValueError, match="rlkv_tables"):
-        replace(GREEDY, cache=CacheSettings(eviction=policy), planned=(3000,))
 
 
 def test_bytes_of_a_row_are_its_own(

@@ -37,7 +37,7 @@ def test_streamed_single_and_batched_replies_agree(prefill: str, temperature: fl
     batched, usage = engine.batch(prompts, sampling, numbers=[0, 0, 0])
     for prompt, completion in zip(prompts, batched, strict=True):
         pieces: list[str] = []
-        reply = engine.reply(engine.encode(prompt), sampling, pieces.append)
+        reply = engine.reply(engine.tokenize([prompt])[0], sampling, pieces.append)
         assert reply.completion == completion
         assert "".join(pieces) == completion.text
     assert usage.tokens == sum(len(c.token_ids) for c in batched)
@@ -48,7 +48,7 @@ def test_streamed_single_and_batched_replies_agree(prefill: str, temperature: fl
 def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
     engine = make_engine()
     prompt = render_prompt(engine.tokenizer, QUESTIONS[1])
-    ids = engine.encode(prompt)
+    ids = engine.tokenize([prompt])[0]
     stock = engine.model.generate(torch.tensor([ids]), max_new_tokens=15, do_sample=False)
     reply = engine.reply(ids, GREEDY, full=True)
     batched, usage = engine.batch([prompt], GREEDY, full=True)
@@ -69,7 +69,7 @@ def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:
         text = engine.tokenizer.apply_chat_template(
             chat.messages[:-1], tokenize=False, add_generation_prompt=True
         )
-        assert engine.reply(engine.encode(text), GREEDY).completion == reply.completion
+        assert engine.reply(engine.tokenize([text])[0], GREEDY).completion == reply.completion
     assert caches[0] is caches[1] is caches[2]
     assert isinstance(caches[0], HeadReallocationCache)
     assert chat.restarted == 0
@@ -124,7 +124,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
 def test_a_chat_keeps_its_first_question_where_the_prompt_is_protected() -> None:
     engine = make_engine(protect_prompt=True)
     chat = Chat(engine, GREEDY)
-    first = len(engine.encode(chat._render(QUESTIONS[0])))
+    first = len(engine.tokenize([chat._render(QUESTIONS[0])])[0])
     for question in QUESTIONS:
         reply = chat.say(question)
     held = reply.cache.held(0)[~engine.allocation.full]
@@ -137,7 +137,7 @@ def test_a_chat_keeps_its_first_question_where_the_prompt_is_protected() -> None
 
 def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
     engine = make_engine()
-    ids = engine.encode(render_prompt(engine.tokenizer, QUESTIONS[0]))
+    ids = engine.tokenize([render_prompt(engine.tokenizer, QUESTIONS[0])])[0]
     before = torch.random.get_rng_state()
     found = []
     for seed in (1, 1, 2):

@@ -138,8 +138,10 @@ def test_scores_of_a_long_text_are_never_held_at_once(monkeypatch: pytest.Monkey
 
 def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
     given = {"config": "tiny", "finder": "attention", "curriculum": curriculum}
-    given |= {"use_cpu": "true", "elimination_traces": 5, "output_dir": folder, **other}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    given |= {"elimination_traces": 5, "output_dir": folder, **other}
+    words = ["--use-cpu"]
+    for name, value in given.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return score_heads(*parse_config(words), *model)
 
 

@@ -76,6 +76,9 @@ def test_only_steps_that_keep_the_full_heads_count(
         control = SimpleNamespace(should_save=False, should_training_stop=False)
         state = SimpleNamespace(global_step=step, max_steps=len(alphas) + 1)
         callback.on_step_end(None, state, control)
+        resumed = StopWhenStable(callback.make_gates, sparsities, steps)
+        resumed.load(callback.state())
+        callback = resumed
         counts.append(callback.unchanged)
         assert control.should_save == control.should_training_stop
         if control.should_training_stop:

@@ -233,7 +233,7 @@ def test_another_loss_changes_the_gates_and_gradient_checkpointing_does_not(
     assert (usual.training["loss"], kl.training["loss"]) == ("distance", "kl")
     assert kl.training["method"] == "duo_attention_kl"
     assert not torch.equal(usual.alpha, kl.alpha)
-    again = run(tmp_path / "checkpointing", "--gradient-checkpointing", "true")
+    again = run(tmp_path / "checkpointing", "--gradient-checkpointing")
     assert torch.allclose(again.alpha, usual.alpha, atol=1e-6)
 
 
@@ -259,7 +259,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
     with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
         run(folder, *traces, "--l1-weight", "0.1")
     with pytest.raises(ValueError, match="--resume"):
-        run(folder, *traces, "--resume", "false")
+        run(folder, *traces, "--no-resume")
 
 
 def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
@@ -292,6 +292,7 @@ EMPTY = {"problem": "p", "answer": "1"}
         ("--data traces", None, "no traces: pass --curriculum FILE"),
         ("--data traces --curriculum nowhere.parquet", None, "nowhere.parquet: there is no such"),
         ("--haystack a.txt", None, "the tiny model reads no text"),
+        ("--template plain", None, "--template plain is for --data traces"),
         ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
         ("--data traces", EMPTY, "line 1.*output"),
         ("--data traces", {**EMPTY, "output": " "}, "output of row 1 "),
@@ -314,7 +315,7 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_written(
     ("options", "named"),
     [
         ({"data": "books"}, "data must be one of recall, traces, got 'books'"),
-        ({"l1_weight": -1.0}, "l1_weight must be at least 0"),
+        ({"l1_weight": -1.0}, "--l1-weight must be at least 0"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"max_length": 10}, "max_length must be at least 1000"),
         ({"curriculum": "a.parquet"}, "curriculum belongs to --data traces"),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -296,9 +297,11 @@ def recorded(path: Path) -> list[MarkedText]:
 
 def run(folder: Path, curriculum: Path, *model: Any, **other: object) -> HeadGates:
     given = {"config": "tiny", "finder": "elimination", "curriculum": curriculum}
-    given |= {"use_cpu": "true", "elimination_traces": 6, "elimination_sparsity": 0.25}
+    given |= {"elimination_traces": 6, "elimination_sparsity": 0.25}
     given |= {"output_dir": folder, "elimination_distillation": 0, **other}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    words = ["--use-cpu"]
+    for name, value in given.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return eliminate_heads(*parse_config(words), *model)
 
 
@@ -368,10 +371,12 @@ def test_distillation_orders_the_first_heads_and_other_solutions_say_which_order
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    sent = Mock()
+    monkeypatch.setattr(wandb.Run, "log", sent)
     model, tokenizer = tiny.load()
-    options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": "true"}
+    options = {**DISTILLED, "elimination_traces": 2, "gradient_checkpointing": True}
     folder = tmp_path / "run"
     gates = run(folder, curriculum, model, tokenizer, **options, wandb="offline", l1_beta=0.3)
     texts = recorded(curriculum)
@@ -401,6 +406,8 @@ def test_distillation_orders_the_first_heads_and_other_solutions_say_which_order
     noted = json.loads((folder / "distilled" / "run_config.json").read_text())
     assert noted["gradient_checkpointing"] is True
     assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [call.kwargs["step"] for call in sent.call_args_list] == [1, 2, 3]
+    assert {"collapse/traces_kept", "heads/gates"} <= sent.call_args.args[0].keys()
     assert not model.training
     assert not model.is_gradient_checkpointing
     unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0]
@@ -489,6 +496,6 @@ def test_a_model_without_gates_is_refused(curriculum: Path, tmp_path: Path) -> N
 
 
 def test_solutions_are_asked_for() -> None:
-    arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu", "true"]
+    arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu"]
     with pytest.raises(ValueError, match="--curriculum"):
         eliminate_heads(*parse_config(arguments))

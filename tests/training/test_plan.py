@@ -68,6 +68,12 @@ def page(*options: str) -> dict[str, str]:
     return {line.split()[0]: line for line in text.splitlines()}
 
 
+def test_a_plan_says_where_the_problems_come_from() -> None:
+    assert "problems of the built-in task" in page("--config", "tiny")["curriculum"]
+    line = page("--config", "tiny", "--model", "smol")["curriculum"]
+    assert "none: pass --curriculum FILE, which rlkv-filter --model smol writes" in line
+
+
 def test_a_plan_needs_no_hub_gpu_or_curriculum(tmp_path: Path, without_vllm: None) -> None:
     lines = page("--config", "llama8b", "--dtype", "auto")
     names = "model curriculum steps tokens engine machine memory update serving time gates"

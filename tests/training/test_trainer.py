@@ -107,7 +107,7 @@ def test_the_export_is_whole(whole_run: tuple[Path, Watch, HeadGates]) -> None:
 def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
     whole_run: tuple[Path, Watch, HeadGates], tmp_path: Path
 ) -> None:
-    options = ["--adaptive", "false", "--learning-rate", "0.001", "--max-steps", "1"]
+    options = ["--no-adaptive", "--learning-rate", "0.001", "--max-steps", "1"]
     gates = random_run.run(tmp_path / "run", options)
     constant, adaptive = log_of(tmp_path / "run")[0], log_of(whole_run[0])[0]
     assert constant["penalty/beta_prime"] == pytest.approx(0.05 * (math.e - 1), rel=1e-6)
@@ -149,7 +149,7 @@ def test_a_finished_run_is_exported_again_and_no_other_takes_its_folder(
     with pytest.raises(ValueError, match=r"l1_beta 0\.05 -> 0\.1"):
         random_run.run(run, ["--max-steps", "1", "--l1-beta", "0.1"])
     with pytest.raises(ValueError, match="--resume"):
-        random_run.run(run, ["--max-steps", "1", "--resume", "false"])
+        random_run.run(run, ["--max-steps", "1", "--no-resume"])
 
 
 def test_more_epochs_go_on_where_fewer_ended(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=r"others\.pt.*3 layers"):
         random_run.run(tmp_path / "run", ["--init-gates", str(tmp_path / "others.pt")])
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
-        random_run.run(tmp_path / "run", ["--liger-kernels", "true"])
+        random_run.run(tmp_path / "run", ["--liger-kernels"])
     model, tokenizer = random_run.make_policy()
     model.config.attention_dropout = 0.1
     with monkeypatch.context() as patch:

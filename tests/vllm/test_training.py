@@ -31,7 +31,7 @@ def options(tmp_path: Path) -> list[str]:
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     found = ["--model", str(tmp_path / "model"), "--learning-rate", "0.3", "--rollout", "vllm"]
-    return [*found, "--rollout-eager", "true", "--rollout-kv-gib", "0.02"]
+    return [*found, "--rollout-eager", "--rollout-kv-gib", "0.02"]
 
 
 @pytest.mark.usefixtures("alone")

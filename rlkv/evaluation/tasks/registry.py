@@ -15,9 +15,8 @@ from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow
 from rlkv.evaluation.tasks.choice import CHOICE
 from rlkv.evaluation.tasks.code import CODE
 from rlkv.evaluation.tasks.maths import MATHS
-from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import dataset_rows
-from rlkv.models.prompts import DEFAULT_TEMPLATE, TEMPLATES, choose_template
+from rlkv.models.prompts import TEMPLATES, choose_template
 from rlkv.utils.runtime import require
 from rlkv.verifier.extraction import after_thinking
 
@@ -121,15 +120,6 @@ def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
             "holds a file for each, or name one task"
         )
     return found
-
-
-def trained_template(gates: Iterable[HeadGates]) -> str | None:
-    """Return the template that all gates were trained with.
-
-    None for ``rlkv``, of which tasks have the published text.
-    """
-    names = {each.training.get("template") for each in gates}
-    return next(iter(names)) if len(names) == 1 and names != {DEFAULT_TEMPLATE} else None
 
 
 def load_task(

@@ -14,9 +14,10 @@ import torch
 import yaml
 
 from rlkv.data.problems import load_problems
+from rlkv.evaluation.evaluate import TaskOptions
 from rlkv.evaluation.tasks import registry
 from rlkv.evaluation.tasks.base import EvalProblem, fill
-from rlkv.evaluation.tasks.registry import TASKS, find_tasks, load_task, trained_template
+from rlkv.evaluation.tasks.registry import TASKS, find_tasks, load_task
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models import builtin as hub
 from rlkv.models.builtin import BUILT_IN
@@ -176,9 +177,11 @@ def test_templates() -> None:
         training = {} if template is None else {"template": template}
         return HeadGates(alpha=torch.ones(1, 2), training=training)
 
-    assert trained_template([gates("plain"), gates("plain")]) == "plain"
+    options = TaskOptions()
+    assert options.chosen_template([gates("plain"), gates("plain")]) == "plain"
     for others in ([gates("plain"), gates("boxed")], [gates("rlkv")], [gates(None)], []):
-        assert trained_template(others) is None
+        assert options.chosen_template(others) is None
+        assert TaskOptions(template="boxed").chosen_template(others) == "boxed"
     problem = load_task("tiny", limit=1, template="plain")[0]
     assert problem.prompt == problem.meta["problem"]
     texts = {"problem": "{tests} {x}", "tests": "{problem}"}
