@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from rlkv.gates.publish import COLORS
-from rlkv.utils.files import TEXT_SIZE, TITLE_SIZE, save_figure, write_text
+from rlkv.utils.files import TEXT_SIZE, TITLE_SIZE, new_figure, save_figure, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -327,7 +327,7 @@ def plot_curves(path: Path, *panels: Panel, title: str = "", sharey: bool = Fals
     Points of several curves at one x are set apart a little.
     """
     width = WIDTH if len(panels) == 1 else WIDTH + 3
-    figure, axes_list = _figure(width, HEIGHT, len(panels), sharey=sharey)
+    figure, axes_list = new_figure(width, HEIGHT, len(panels), sharey=sharey)
     styles: dict[str, Mapping[str, Any]] = dict(FIXED_STYLES)  # one legend for all panels
     names = dict.fromkeys(chain.from_iterable(panel.curves for panel in panels))
     for number, name in enumerate(name for name in names if name not in FIXED_STYLES):
@@ -384,7 +384,7 @@ def plot_stacked(
 ) -> Path:
     """Plot a panel per title with a bar per name, stacked in the order of ``bar_colors``."""
     width = max(WIDTH, 2.2 * len(panels) + 1.5)
-    figure, axes_list = _figure(width, HEIGHT + 0.6, len(panels), sharey=True)
+    figure, axes_list = new_figure(width, HEIGHT + 0.6, len(panels), sharey=True)
     for axes, (title, bars) in zip(axes_list, panels.items(), strict=True):
         bottom = [0.0] * len(bars)
         for part, color in bar_colors.items():
@@ -412,11 +412,11 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
     columns = max(1, min(int(WIDEST // width), len(alphas)))
     lines = -(-len(alphas) // columns)
     height = max(1.8, 0.16 * len(first[0]) + 0.9)
-    figure, grid = _figure(columns * width + 1.2, lines * height, columns, lines)
+    figure, grid = new_figure(columns * width + 1.2, lines * height, columns, lines)
     image: Any = None
     for axes, (name, alpha) in zip(grid, alphas.items(), strict=False):
         by_head = list(zip(*alpha, strict=True))
-        style = {"cmap": COLORS, "aspect": "auto", "interpolation": "nearest"}
+        style: dict[str, Any] = {"cmap": COLORS, "aspect": "auto", "interpolation": "nearest"}
         image = axes.imshow(by_head, vmin=0, vmax=1, **style)
         axes.set_title(name, fontsize=TITLE_SIZE)
         axes.set_xlabel("layer", fontsize=TEXT_SIZE)
@@ -428,15 +428,6 @@ def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
     figure.colorbar(image, ax=grid, label="gate", ticks=[0, 0.5, 1], shrink=0.8)
     save_figure(figure, path)
     return path
-
-
-def _figure(
-    width: float, height: float, columns: int, lines: int = 1, sharey: bool = False
-) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(lines, columns, squeeze=False, sharey=sharey).flat)
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -46,7 +46,7 @@ def plot_gates(gates: HeadGates, path: str | Path) -> None:
     shown = gates.alpha.masked_fill(~gates.gated, float("nan"))
     is_labelled = gates.alpha.numel() <= MOST_LABELLED
     cell = CELL * (1.8 if is_labelled else 1)
-    figure, axes = new_figure(max(4.2, layers * cell + 1.6), max(2.2, heads * cell + 1.3))
+    figure, (axes,) = new_figure(max(4.2, layers * cell + 1.6), max(2.2, heads * cell + 1.3))
     image = axes.imshow(
         shown.T.numpy(), vmin=0, vmax=1, cmap=COLORS, aspect="auto", interpolation="nearest"
     )

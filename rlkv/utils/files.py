@@ -186,17 +186,19 @@ def is_text(value: str) -> bool:
 # --- figures
 
 
-def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
-    """Make an empty figure (inches) with one pair of axes."""
+def new_figure(
+    width: float = 7.0, height: float = 4.2, columns: int = 1, lines: int = 1, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Make an empty figure (inches) with axes in columns and lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, list(figure.subplots(lines, columns, squeeze=False, sharey=sharey).flat)
 
 
 def curve_figure(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """Make axes for curves or bars: labelled, with a light grid."""
-    figure, axes = new_figure()
+    figure, (axes,) = new_figure()
     axes.set_title(title, fontsize=TITLE_SIZE)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)

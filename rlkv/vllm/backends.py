@@ -55,6 +55,21 @@ from rlkv.vllm.paged import (
 )
 
 
+def exchanged(stock: Attention, backend: type[AttentionBackend], vllm_config: Any) -> Attention:
+    """Return a layer with another backend, which the engine knows by the stock layer's name."""
+    del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+    return Attention(
+        stock.num_heads,
+        stock.head_size,
+        stock.impl.scale,
+        num_kv_heads=stock.num_kv_heads,
+        cache_config=vllm_config.cache_config,
+        quant_config=stock.quant_config,
+        prefix=stock.layer_name,
+        attn_backend=backend,
+    )
+
+
 class BackendParts(AttentionBackend):
     """A backend whose parts are attributes; ``layouts`` None: those of the next base class."""
 

@@ -93,6 +93,10 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "context parallelism: leave out --decode-context-parallel-size and "
             "--prefill-context-parallel-size"
         )
+    if cache.sliding_window is not None:
+        yield "sliding windows in all layers: no head has a full cache"
+    if cache.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill: leave it out"
     if engine.kv_transfer_config is not None:
         yield "KV connectors: leave out --kv-transfer-config"
     if cache.kv_offloading_size is not None:
@@ -182,10 +186,6 @@ def _unsupported_by_keeping(engine: Any) -> Iterator[str]:
     cache_dtype = engine.cache_config.cache_dtype
     if cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
         yield f"--kv-cache-dtype {cache_dtype}: use one of {', '.join(FP8_DTYPES)}, or auto"
-    if engine.cache_config.sliding_window is not None:
-        yield "sliding windows in all layers: their heads have no full cache to read less of"
-    if engine.cache_config.kv_sharing_fast_prefill:
-        yield "--kv-sharing-fast-prefill: leave it out"
 
 
 def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
@@ -205,12 +205,8 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
             "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
             "saves memory"
         )
-    if engine.cache_config.sliding_window is not None:
-        yield "sliding windows in all layers: their heads have no full cache to reallocate"
     if engine.model_config.is_hybrid and engine.cache_config.enable_prefix_caching:
         yield "prefix caching of linear layers: pass --no-enable-prefix-caching"
-    if engine.cache_config.kv_sharing_fast_prefill:
-        yield "--kv-sharing-fast-prefill: leave it out"
 
 
 def prepare_engine(vllm_config: Any) -> float | None:

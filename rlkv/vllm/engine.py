@@ -401,7 +401,7 @@ class ServingEngine(VLLMEngine):
         if settings.whole_prompts:  # the engine makes its steps as long as the longest prompt
             options.setdefault("enable_chunked_prefill", False)
         options["additional_config"] = {KEY: settings.to_request()}
-        options["worker_extension_cls"] = "rlkv.vllm.models.PoolWorker"
+        options["worker_extension_cls"] = "rlkv.vllm.models.GateWorker"
         super().__init__(model, max_rows=batch_size, **options)
         self.batch_size = batch_size
         self.settings = settings

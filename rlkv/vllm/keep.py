@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -24,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from rlkv.attention.softmax import Softmax
 from rlkv.vllm.aligned import cut_aligned
-from rlkv.vllm.backends import BackendParts
+from rlkv.vllm.backends import BackendParts, exchanged
 from rlkv.vllm.check import ReachabilityCheck, SeenTokens, rows_of_tables, start_check
 from rlkv.vllm.configuration import FP8_DTYPES, check_engine
 from rlkv.vllm.drafts import draft_with_heads
@@ -197,9 +196,8 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
     settings = resolve_settings(vllm_config)
     check_engine(vllm_config, settings.feature)
     check = start_check(settings)
-    context = vllm_config.compilation_config.static_forward_context
     layers = gated_layers(model, vllm_config)
-    check_layers([layer.attn for layer in layers])
+    check_layers([layer.attn for layer in layers], settings.feature)
     full = int(settings.full_LH.sum())
     logger.info(
         "rlkv: %s: %d full and %d compressible heads hold everything; the latter read the blocks "
@@ -218,17 +216,7 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
                 f"rlkv: {settings.feature} is not served with learned sinks, which differ by "
                 "head: leave mode out"
             )
-        del context[stock.layer_name]
-        kept = Attention(
-            stock.num_heads,
-            stock.head_size,
-            stock.impl.scale,
-            num_kv_heads=stock.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=stock.quant_config,
-            prefix=stock.layer_name,
-            attn_backend=KeepCPUBackend,
-        )
+        kept = exchanged(stock, KeepCPUBackend, vllm_config)
         first = get_tensor_model_parallel_rank() * stock.num_kv_heads
         full_H = settings.full_LH[place, first : first + stock.num_kv_heads]
         kept.impl.compressible = tuple((~full_H).tolist())

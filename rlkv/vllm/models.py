@@ -19,7 +19,7 @@ from vllm.model_executor.models.registry import _VLLM_MODELS
 from vllm.platforms import current_platform
 
 from rlkv.attention import LocalSizes
-from rlkv.vllm.backends import mixed_backend
+from rlkv.vllm.backends import exchanged, mixed_backend
 from rlkv.vllm.configuration import check_engine
 from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import (
@@ -39,29 +39,17 @@ GATES = "rlkv_gates"  # the buffer of the model: float32 [num_layers, num_kv_hea
 
 def attach_mixed(model: Any, config: VllmConfig) -> None:
     """Put mixed attention in the place of the stock layers', all reading one buffer of gates."""
+    from rlkv.vllm.reallocation import check_layers
+
     check_engine(config, ROLLOUT)
     sizes = LocalSizes(**config.additional_config[MIXED_KEY])
     layers = model.model.layers
     stock: list[Attention] = [layer.self_attn.attn for layer in layers]
+    check_layers(stock, ROLLOUT)
     gates = torch.ones(len(stock), stock[0].num_kv_heads, dtype=torch.float32)
     model.register_buffer(GATES, gates, persistent=False)
     for index, (layer, old) in enumerate(zip(layers, stock, strict=True)):
-        if old.sliding_window is not None:
-            raise ValueError(
-                f"{old.layer_name} has a sliding window: mixed attention takes full-attention "
-                "layers only"
-            )
-        del config.compilation_config.static_forward_context[old.layer_name]
-        mixed = Attention(
-            old.num_heads,
-            old.head_size,
-            old.impl.scale,
-            num_kv_heads=old.num_kv_heads,
-            cache_config=config.cache_config,
-            quant_config=old.quant_config,
-            prefix=old.layer_name,
-            attn_backend=mixed_backend(),
-        )
+        mixed = exchanged(old, mixed_backend(), config)
         mixed.impl.attach(getattr(model, GATES)[index], sizes)
         layer.self_attn.attn = mixed
 
@@ -91,14 +79,11 @@ class GateWorker:
         """Overwrite the gates in place."""
         self._gates().copy_(torch.tensor(alpha, dtype=torch.float32))
 
-
-class PoolWorker:
-    """The call that a worker under head reallocation answers."""
-
-    model_runner: Any
-
     def rlkv_pool(self) -> tuple[int, int, list[Any]]:
-        """Return tokens of a block, entries of the least one, and the layers without gates."""
+        """Return tokens of a block, entries of the least one, and the layers without gates.
+
+        Of head reallocation.
+        """
         return self.model_runner.get_model().rlkv_pool
 
 

@@ -51,7 +51,7 @@ from rlkv.vllm.packing import (
     plan_heads,
 )
 from rlkv.vllm.paged import GapRules
-from rlkv.vllm.settings import ServingSettings, resolve_settings
+from rlkv.vllm.settings import REALLOCATION, ServingSettings, resolve_settings
 from rlkv.vllm.specs import EvictingSpec, PackedFullSpec, SinkWindowSpec
 
 
@@ -456,7 +456,7 @@ def pad_states(layer: Any, page: int) -> None:
     layer.get_kv_cache_spec = padded
 
 
-def check_layers(layers: Sequence[Any]) -> None:
+def check_layers(layers: Sequence[Any], feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for layers with more than plain attention, or with different heads."""
     first = layers[0]
     for layer in layers:
@@ -472,11 +472,10 @@ def check_layers(layers: Sequence[Any]) -> None:
             ),
             "another scale of logits than the first layer": layer.impl.scale != first.impl.scale,
         }
-        for feature, applies in found.items():
+        for what, applies in found.items():
             if applies:
                 raise ValueError(
-                    f"rlkv: head reallocation does not work with this model: {layer.layer_name} "
-                    f"has {feature}"
+                    f"rlkv: {feature} does not work with this model: {layer.layer_name} has {what}"
                 )
 
 

@@ -124,11 +124,14 @@ FIELDS = {
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes "
     "supported_kv_cache_layouts",
-    f"{ATTENTION}:AttentionCGSupport": "ALWAYS UNIFORM_SINGLE_TOKEN_DECODE",
+    f"{ATTENTION}:AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
     f"{ATTENTION}:CommonAttentionMetadata": (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
         "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
         "is_prefilling rswa_prefix_lens"
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
+        "num_actual_tokens max_query_len max_seq_len seq_lens query_start_loc block_table"
     ),
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata": (
         "num_actual_tokens seq_lens rswa_prefix_lens rswa_window"
