@@ -21,9 +21,8 @@ from typing import Any, Literal
 from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse, run_app
 from rlkv.inference.options import ModelOptions, check_least
-from rlkv.models.loading import resolve_device
 from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
-from rlkv.rollout.footprint import DEFAULT_KV_GIB, Footprint, free_memory
+from rlkv.rollout.footprint import fitting_kv_gib
 from rlkv.rollout.remote import RolloutServer
 from rlkv.vllm.plugin import check_vllm_options
 
@@ -60,19 +59,6 @@ class ServeConfig(ModelOptions):
             )
 
 
-def fitting_kv_gib(config: ServeConfig) -> float:
-    """Return the GiB of KV that fit the GPU.
-
-    Raises:
-        ValueError: if it is too small.
-    """
-    free = free_memory(resolve_device())
-    footprint = None if free is None else Footprint.of(config.model, config.dtype)
-    if footprint is None or free is None:
-        return DEFAULT_KV_GIB
-    return footprint.vllm_kv_gib(free, config.max_positions or 1)
-
-
 def load_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
     """Load the engine with mixed attention.
 
@@ -89,7 +75,8 @@ def load_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
             sizes,
             config.dtype,
             max_positions=config.max_positions,
-            kv_gib=fitting_kv_gib(config) if config.kv_gib is None else config.kv_gib,
+            kv_gib=config.kv_gib
+            or fitting_kv_gib(config.model, config.dtype, config.max_positions or 1),
             max_rows=config.max_rows,
             enforce_eager=config.eager,
         )

@@ -23,7 +23,7 @@ from rlkv.models.loading import dtype_name, load_model, resolve_device, return_f
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import Completion, end_tokens
 from rlkv.rollout.decoding import StopRule
-from rlkv.rollout.footprint import DEFAULT_KV_GIB, Footprint, free_memory
+from rlkv.rollout.footprint import fitting_kv_gib
 from rlkv.vllm.plugin import check_installed, check_version, installed_version
 from rlkv.vllm.settings import SERVED, ServingSettings
 
@@ -210,7 +210,7 @@ class VLLMDecoder:
         options: dict[str, Any] = {
             "dtype": model.dtype,
             "max_positions": self.positions,
-            "kv_gib": self._kv_gib(),
+            "kv_gib": model.kv_gib or fitting_kv_gib(model.name, model.dtype, self.positions),
         }
         if resolve_device().type == "cpu":
             # at its start the engine reads as many tokens as a step may have: 25 s for the 4,096
@@ -220,11 +220,3 @@ class VLLMDecoder:
             return VLLMEngine(model.name, max_rows=model.batch_size, **options)
         serving = ServingSettings.of(self.allocation, self.cache)
         return ServingEngine(model.name, serving, model.batch_size, **options)
-
-    def _kv_gib(self) -> float:
-        model = self.model
-        free = free_memory(resolve_device())
-        footprint = None if free is None else Footprint.of(model.name, model.dtype)
-        if model.kv_gib is not None or free is None or footprint is None:
-            return model.kv_gib or DEFAULT_KV_GIB
-        return footprint.vllm_kv_gib(free, self.positions)

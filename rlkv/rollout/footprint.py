@@ -213,6 +213,19 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def fitting_kv_gib(model: str, dtype: str, positions: int) -> float:
+    """Return the GiB of KV that vLLM has on this machine: what its GPU has left.
+
+    Raises:
+        ValueError: if they hold no row of ``positions`` tokens.
+    """
+    free = free_memory(resolve_device())
+    footprint = None if free is None else Footprint.of(model, dtype)
+    if free is None or footprint is None:
+        return DEFAULT_KV_GIB
+    return footprint.vllm_kv_gib(free, positions)
+
+
 def rough(seconds: float) -> str:
     """Write an estimate in the unit that suits it, such as ``3.4 days`` or ``40 s``."""
     for unit, length in (("days", 86400), ("h", 3600)):

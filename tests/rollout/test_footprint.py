@@ -12,10 +12,12 @@ from rlkv.rollout import footprint
 from rlkv.rollout.footprint import CARDS, GIB, Footprint, card_of, parse_gpus, rough
 from tests.helpers.models import make_tiny_model
 
+LLAMA = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+
 
 @pytest.fixture(scope="module")
 def llama() -> Footprint:
-    found = Footprint.of("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "bfloat16")
+    found = Footprint.of(LLAMA, "bfloat16")
     assert found is not None
     return found
 
@@ -37,6 +39,15 @@ def test_vllm_takes_the_room_or_says_what_it_lacks(llama: Footprint) -> None:
     assert llama.lacking(GIB // 4, 8192) == 0.75
     with pytest.raises(ValueError, match=r"Llama-8B.* 7\.6 GiB.*--engine hf"):
         llama.vllm_kv_gib(16 * GIB, 8192)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(80 * GIB, 72 - 15 - 6), (None, 4)])
+def test_vllm_takes_what_the_gpu_has_left(
+    free: int | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "free_memory", lambda device: free)
+    found = footprint.fitting_kv_gib(LLAMA, "bfloat16", 8192)
+    assert found == pytest.approx(expected, abs=0.1)
 
 
 def test_shapes_of_folders_and_of_what_cannot_be_read(
