@@ -319,19 +319,7 @@ class HeadGateModel(BaseTuner):
         getattr(target, GATE).add(adapter_name, peft_config)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Refuse an adapter's file whose gates are NaN, or of other modules, which peft skips.
-
-        A model that has no other gates is left as it was before.
-        """
-        try:
-            self._check_state_dict(state_dict, prefix)
-        except ValueError:
-            if len(self.peft_config) == 1:
-                self._unload_and_optionally_merge(merge=False)
-            raise
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _check_state_dict(self, state_dict: Any, prefix: str) -> None:
+        """Refuse an adapter's file whose gates are NaN, or of other modules, which peft skips."""
         found = {name for name in state_dict if f".{PREFIX}" in name}
         for name in found:
             if not bool(state_dict[name].isfinite().all()):
@@ -351,6 +339,7 @@ class HeadGateModel(BaseTuner):
                 "this model, or put the gates on by their layers, with HeadGates.load(...) and "
                 "rlkv.attention.head_gate.set_gates(model, gates.alpha)"
             )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check_merge_allowed(self) -> NoReturn:
         _refuse_merge()

@@ -317,7 +317,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
         seen.add(name)
         if hint in (bool, bool | None):
             flag = name.replace("_", "-")
-            if equals or "".join(rest[:1]).lower() in ("true", "false"):
+            if equals or (rest and not rest[0].startswith("-")):
                 raise ValueError(f"{option} is on or off: write --{flag} or --no-{flag}")
             is_on = not option.startswith("--no-")
             written = f"--{flag}" if is_on else f"--no-{flag}"

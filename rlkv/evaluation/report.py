@@ -274,6 +274,7 @@ FIXED_STYLES = {
 }
 WIDTH = 9.0
 HEIGHT = 4.2
+LEGEND_WIDTH = 32  # letters: names of methods with options are long
 WIDEST = 14.0  # inches of heat maps side by side
 SPARSITY = "sparsity (share of KV heads that are compressible)"
 ACCURACY = "greedy accuracy"
@@ -436,6 +437,7 @@ def _save(figure: Figure, path: Path) -> Path:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    figure.legend(list(named.values()), list(named), loc="outside right upper", fontsize=TEXT_SIZE)
+    labels = [textwrap.fill(label, LEGEND_WIDTH) for label in named]
+    figure.legend(list(named.values()), labels, loc="outside right upper", fontsize=TEXT_SIZE)
     save_figure(figure, path)
     return path

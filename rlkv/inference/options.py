@@ -109,7 +109,7 @@ def check_least(config: Any, least: float, *names: str) -> None:
         parts = value if isinstance(value, tuple) else (value,)
         option = f"--{name.replace('_', '-')}"
         if not parts:
-            raise ValueError(f"{option} is empty: give numbers of at least {least:g}")
+            raise ValueError(f"{option} is empty: give numbers of at least {least}")
         for part in parts:
             if part is not None and not part >= least:
-                raise ValueError(f"{option} must be at least {least:g}, got {part:g}")
+                raise ValueError(f"{option} must be at least {least}, got {part}")

@@ -360,7 +360,7 @@ class GateTrainingArguments(GRPOConfig):
             self.epsilon = recipe.epsilon
         if self.importance_cap is None:
             self.importance_cap = recipe.importance_cap
-        if self.importance_cap != 0 and self.importance_cap < 1:
+        if self.importance_cap != 0 and not self.importance_cap >= 1:
             raise ValueError(
                 f"importance_cap must be 0 (no correction) or at least 1, got {self.importance_cap}"
             )
@@ -374,7 +374,7 @@ class GateTrainingArguments(GRPOConfig):
                 value = getattr(self, name)
                 if value != needed:
                     raise ValueError(f"{name} must be {needed}, got {value!r}: {why}")
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(
                 f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "
                 "are equal"
@@ -476,6 +476,11 @@ class DistillSettings(RunSettings):
         if self.data == "traces" and self.haystack is not None:
             raise ValueError(
                 "haystack belongs to --data recall: traces need no text to hide passkeys in"
+            )
+        if self.data == "recall" and self.template is not None:
+            raise ValueError(
+                f"template {self.template} belongs to --data traces: the recall task has its own "
+                "prompts"
             )
         if self.data == "recall" and self.curriculum is not None:
             raise ValueError(

@@ -314,13 +314,8 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
     """Return the draw of recall samples, and what a run notes of its data.
 
     Raises:
-        ValueError: for a haystack that cannot be read, and a template, which nothing would use.
+        ValueError: for a haystack that cannot be read.
     """
-    if settings.template is not None:
-        raise ValueError(
-            f"--template {settings.template} is for --data traces: the recall task has prompts of "
-            "its own, so leave it out"
-        )
     is_tiny = knows_bindings(tokenizer)
     if is_tiny and settings.haystack is not None:
         raise ValueError(

@@ -193,13 +193,9 @@ def test_an_adapter_with_a_nan_is_refused(tmp_path: Path) -> None:
     model = gated()
     gate_parameters(model)[1][1].data[2] = float("nan")
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    base = make_tiny_model("llama")
-    modules = [name for name, _ in base.named_modules()]
     with pytest.raises(ValueError, match=r"layers\.1\..*NaN") as raised:
-        PeftModel.from_pretrained(base, tmp_path)
+        PeftModel.from_pretrained(make_tiny_model("llama"), tmp_path)
     assert "\n" not in str(raised.value)
-    assert [name for name, _ in base.named_modules()] == modules
-    assert base.config._attn_implementation == "sdpa"
 
 
 def test_layers_with_a_sliding_window_are_left_alone() -> None:

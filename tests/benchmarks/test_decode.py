@@ -228,7 +228,7 @@ def test_the_largest_batch_fills_the_memory() -> None:
     ("changes", "said"),
     [
         ({"sparsities": (0.5,)}, "--sparsities must include 0"),
-        ({"batches": (0,)}, "--batches 0"),
+        ({"batches": (0,)}, "--batches must be at least 1, got 0"),
         ({"contexts": ()}, "--contexts"),
         ({"contexts": (64,), "eviction": True}, "--contexts must be at least 128, got 64"),
         ({"rounds": 0}, "--rounds"),

@@ -76,6 +76,7 @@ def test_options_that_are_on_or_off(arguments: list[str], values: tuple[bool, bo
         (["--engine=jax"], "--engine 'jax'.*hf, vllm"),
         (["--limit", "x"], "--limit needs a whole number, got 'x'"),
         (["--fresh=true"], "--fresh is on or off: write --fresh or --no-fresh"),
+        (["--fresh", "yes"], "--fresh is on or off: write --fresh or --no-fresh"),
         (["--protect", "False"], "--protect is on or off: write --protect or --no-protect"),
         (["--sparsities", "0.1", "--sparsities", "0.2"], "--sparsities is given twice"),
         (["--sparsities", "2"], "must lie in"),

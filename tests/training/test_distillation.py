@@ -292,7 +292,7 @@ EMPTY = {"problem": "p", "answer": "1"}
         ("--data traces", None, "no traces: pass --curriculum FILE"),
         ("--data traces --curriculum nowhere.parquet", None, "nowhere.parquet: there is no such"),
         ("--haystack a.txt", None, "the tiny model reads no text"),
-        ("--template plain", None, "--template plain is for --data traces"),
+        ("--template plain", None, "template plain belongs to --data traces"),
         ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
         ("--data traces", EMPTY, "line 1.*output"),
         ("--data traces", {**EMPTY, "output": " "}, "output of row 1 "),
