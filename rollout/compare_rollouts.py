@@ -63,29 +63,34 @@ class CompareConfig:
             raise ValueError("--steps must be at least 2 and --num-problems at least 16")
 
 
-def train(config: CompareConfig, engine: str, seed: int, curriculum: Path) -> Path:
-    """The folder of one run, made in a process of its own unless it is finished.
-
-    ``ValueError`` if it fails.
-    """
-    folder = (
-        config.runs
-        / f"{engine}-{seed}-{config.steps}-{config.num_problems}-{config.max_definitions}"
-    )
+def training_options(
+    config: CompareConfig, engine: str, seed: int, curriculum: Path, folder: Path
+) -> list[str]:
+    """Return the command line of ``rlkv-train`` for one run."""
     options = {
         "config": "tiny",
         "curriculum": curriculum,
         "output_dir": folder,
         "seed": seed,
-        "use_cpu": "true",
         "max_steps": config.steps,
         "max_completion_length": longest_solution(config.max_definitions) + 20,
         "image_steps": 0,
         "rollout": engine,
         "rollout_kv_gib": 0.5,
     }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*words, "--use-cpu"]
+
+
+def train(config: CompareConfig, engine: str, seed: int, curriculum: Path) -> Path:
+    """The folder of one run, made in a process of its own unless it is finished.
+
+    ``ValueError`` if it fails.
+    """
+    name = f"{engine}-{seed}-{config.steps}-{config.num_problems}-{config.max_definitions}"
+    folder = config.runs / name
     command = [sys.executable, "-m", "rlkv.cli.train"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command += training_options(config, engine, seed, curriculum, folder)
     if not (folder / "summary.json").exists() and subprocess.run(command).returncode:
         raise ValueError(f"the run in {folder} failed: its message is above")
     return folder

@@ -33,7 +33,8 @@ def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
     """
     wanted = max(needed, capacity + capacity // GROWTH)
     rounded = -(-wanted // GRANULE) * GRANULE
-    return rounded if limit is None else max(needed, min(rounded, limit))
+    # a text beyond the limit is one that goes on after its generation
+    return rounded if limit is None or needed > limit else min(rounded, limit)
 
 
 def attend(

@@ -243,7 +243,9 @@ def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -
     if config is not None:
         values = _read_values(config_file(config, hints), f"--config {config}", hints)
     if "preset" in hints:
-        preset = _take("preset", given) or values.pop("preset", None)
+        preset = _take("preset", given)
+        if preset is None:
+            preset = values.pop("preset", None)
         if preset is not None:
             values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
             given = ["--preset", preset, *given]

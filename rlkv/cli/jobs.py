@@ -151,8 +151,8 @@ def run_study_job() -> None:
     run_study(config)
     if config.measure_only:
         return
-    table = config.output_dir / "table.md"
-    if table.exists():
+    if "sweep" in config.chosen_analyses:
+        table = config.output_dir / "table.md"
         print(table.read_text(encoding="utf-8"))
     print(f"{config.output_dir / 'report.html'}, report.md, results.json")
 

@@ -57,6 +57,7 @@ from rlkv.evaluation.report import (
 )
 from rlkv.evaluation.study import ANALYSES, Study, StudyConfig, load_study
 from rlkv.evaluation.text_analyses import budget, lengths, modes
+from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_log, write_json
 from rlkv.utils.runtime import provenance
@@ -450,8 +451,9 @@ def cost_metrics(ranking: Ranking) -> Metrics:
     """Return known seconds of each step and unit, mean and range over the seeds."""
     found: dict[tuple[str, str], list[float]] = {}
     for file, own in zip(ranking.files, ranking.gates, strict=True):
-        log = Path(file).parent / "log.jsonl"
-        training = read_log(log) if log.is_file() else []
+        log = (Path(file) if Path(file).is_dir() else Path(file).parent) / "log.jsonl"
+        has_log = file not in PACKAGED_GATES and log.is_file()
+        training = read_log(log) if has_log else []
         records = {"training": training, "re-ranking": [own.training.get("reranked") or {}]}
         for step, fields in COST_FIELDS.items():
             for unit, name in fields:

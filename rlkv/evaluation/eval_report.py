@@ -47,11 +47,11 @@ from rlkv.evaluation.report import (
     plot_curves,
     provenance_facts,
 )
+from rlkv.evaluation.runner import recorded_of_rows
 from rlkv.rollout.base import share_held
 from rlkv.utils.files import write_json
 from rlkv.utils.runtime import provenance
-
-Row = dict[str, Any]
+from rlkv.utils.store import Row
 
 # --- summaries
 
@@ -208,7 +208,6 @@ def _versus_full(rows: list[Row], full_rows: list[Row]) -> Metrics:
     full_cost = _cost(full_rows)
     return {
         "tokens_times_full": cost["mean_output_tokens"] / full_cost["mean_output_tokens"],
-        "seconds_times_full": cost["seconds_per_text"] / max(1e-9, full_cost["seconds_per_text"]),
         "tokens_both_right": fmean(own_lengths) if own_lengths else None,
         "full_tokens_both_right": fmean(full_lengths) if full_lengths else None,
         "n_both_right": len(own_lengths),
@@ -241,7 +240,7 @@ MODE_COLUMNS = {
     "method": "{method}",
     "solved by full": "{solved_in_full}",
     **{mode: f"{{{mode}}}" for mode in MODES},
-    "ended early": "{stopped_for_repetition}",
+    "ended early, of all": "{stopped_for_repetition}",
     "tokens, both right": "{tokens_both_right:.0f}, full {full_tokens_both_right:.0f} (n = "
     "{n_both_right})",
 }
@@ -254,10 +253,12 @@ COST_COLUMNS = {
     "times full": "{tokens_times_full:.2f}",
     "seconds per text": "{seconds_per_text:.2f}",
     "seconds": "{seconds:.0f}",
-    "seconds, times full": "{seconds_times_full:.2f}",
     "tokens/s": "{tokens_per_second:.1f}",
 }
-COST_CAPTION = "Output tokens and wall-clock time of decoding, summed over processes."
+COST_CAPTION = (
+    "Output tokens and wall-clock time of decoding, summed over processes. The first method's time "
+    "has what is compiled in it; `rlkv-bench` compares speeds."
+)
 TEXT_COLUMNS = {
     "method": "{method}",
     **{f"entropy, {n}-grams": f"{{entropy_{n}_gram:.2f}}" for n in NGRAMS},
@@ -286,7 +287,26 @@ def write_report(folder: Path, done: Evaluation) -> None:
         if all(summary["method"] == FULL for summary in own):
             continue
         plots[task] = plot_accuracy(folder / plot_name(task), task, done.methods, own)
-    evaluation_page(done.methods, summaries, origin, done.config, plots).write_report(folder)
+    begun = _begun(folder, done)
+    page = evaluation_page(done.methods, summaries, origin, done.config, plots, begun)
+    page.write_report(folder)
+
+
+def _begun(folder: Path, done: Evaluation) -> str:
+    """Say which rows another commit, batch size or machine began, if not all are of the same."""
+    groups: dict[str, list[str]] = {}
+    for task, method in done.rows:
+        for recorded in recorded_of_rows(folder / task.replace(":", "_") / method):
+            facts = f"{recorded['batch_size']} texts at once, commit {recorded['commit']}"
+            if "hardware" in recorded:
+                facts += f", {recorded['hardware']}"
+            names = groups.setdefault(facts, [])
+            if f"{task} {method}" not in names:
+                names.append(f"{task} {method}")
+    if len(groups) < 2:
+        return ""
+    described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())
+    return f"Not all rows were begun alike, so that seconds may not compare. {described}."
 
 
 def evaluation_page(
@@ -295,6 +315,7 @@ def evaluation_page(
     origin: Metrics,
     config: dict[str, Any],
     plots: Mapping[str, Path],
+    begun: str = "",
 ) -> Page:
     """Return the report of all tasks.
 
@@ -303,6 +324,7 @@ def evaluation_page(
         origin: what :func:`rlkv.utils.runtime.provenance` returns.
         config: the options; published numbers are those of its model.
         plots: a picture by task, in the folder that the page is written to.
+        begun: a sentence on rows that were not all made alike.
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(LEGEND)
@@ -316,7 +338,7 @@ def evaluation_page(
         _write_task(page, task, methods, own, config, plots.get(task))
     page.heading("How it was run")
     page.code(origin["command"])
-    page.bullets([*_settings(config), *provenance_facts(origin)])
+    page.bullets([*_settings(config), *provenance_facts(origin), *([begun] if begun else [])])
     return page
 
 

@@ -36,7 +36,8 @@ from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, 
 from rlkv.models.layout import Layout
 from rlkv.models.loading import load_config
 from rlkv.models.prompts import DEFAULT_TEMPLATE
-from rlkv.models.shape import ModelShape
+from rlkv.models.shape import ModelShape, max_positions
+from rlkv.rollout.base import check_length
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 from rlkv.vllm.plugin import check_vllm_options
@@ -260,6 +261,8 @@ class TaskOptions(CacheOptions, ModelOptions):
 
     def check(self) -> None:
         """Raise ValueError for values that no run can have."""
+        if not self.tasks:
+            raise ValueError("--tasks is empty: name a task")
         check_least(self, 1, "limit", "batch_size")
         number_for("", self.max_new_tokens, "--max-new-tokens")
         _ = self.rule
@@ -342,6 +345,8 @@ class EvalConfig(SamplingOptions, TaskOptions):
     def check(self) -> None:
         """Raise ``ValueError`` for values that no evaluation can have."""
         super().check()
+        if not self.methods:
+            raise ValueError("--methods is empty: name a method, such as full")
         number_for("", self.num_samples, "--num-samples")
         check_vllm_options(self.engine, self.device, self.kv_gib)
 
@@ -440,7 +445,9 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     longest = 0  # tokens of a text, with its prompt
     for name, problems in rendered.items():
         prompt = max(len(problem.prompt_ids) for problem in problems)
-        longest = max(longest, prompt + settings[name].sampling.max_new_tokens)
+        tokens = settings[name].sampling.max_new_tokens
+        check_length(f"the longest prompt of {name}", prompt, tokens, max_positions(model.config))
+        longest = max(longest, prompt + tokens)
     for method, allocation in zip(methods, allocations, strict=True):
         own_cache = method.cache(cache)
         with model.decoder(allocation, own_cache, longest) as decoder:

@@ -7,7 +7,6 @@ Methods are compared at the same bytes of KV: each gets the largest budget that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
+from rlkv.evaluation.runner import digest_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
@@ -32,7 +32,6 @@ from rlkv.models.layout import gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import share_held
 from rlkv.utils.files import read_json
-from rlkv.utils.runtime import digest
 
 Order = tuple[tuple[int, int], ...]
 RESERVED = (ORACLE, RANDOM, FULL_CACHE)
@@ -231,8 +230,7 @@ class Condition:
     def key(self) -> str:
         """Return a short name of all that the condition is, by which its file of rows is called."""
         content = [self.allocation.full.int().tolist(), *self.describe().values()]
-        text = json.dumps(content, sort_keys=True)
-        return f"{self.task.replace(':', '_')}-{digest(text.encode())[:12]}"
+        return f"{self.task.replace(':', '_')}-{digest_of(content)[:12]}"
 
     def describe(self) -> dict[str, Any]:
         """Return what compressible heads keep, and which problems are decoded."""

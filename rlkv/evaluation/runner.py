@@ -33,8 +33,9 @@ from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.utils.runtime import commit, digest
-from rlkv.utils.store import Row, iter_shards, open_store
+from rlkv.utils.files import read_json
+from rlkv.utils.runtime import commit, digest, hardware_line
+from rlkv.utils.store import Row, iter_shards, open_store, settings_path
 from rlkv.verifier.extraction import THINKING
 
 # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
@@ -183,7 +184,11 @@ def run_method(
     for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
         if (row["key"], row["sample"]) in wanted:
             done[row["key"], row["sample"]] = row
-    recorded = {"commit": commit(), "batch_size": settings.batch_size}
+    recorded = {
+        "commit": commit(),
+        "batch_size": settings.batch_size,
+        "hardware": hardware_line(),
+    }
     with open_store(rows_file, compared, KEY, recorded) as store:
         for row in store.rows:
             done[row["key"], row["sample"]] = row
@@ -217,6 +222,12 @@ def run_method(
             jobs = (partial(grade_and_write, *missing[i], text) for i, text in stream)
             run_in_background(jobs, max(UNGRADED, 2 * settings.batch_size))
     return [done[key] for key in keys]
+
+
+def recorded_of_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return what each shard in ``folder`` recorded when it was begun: commit, batch size..."""
+    shards = sorted(folder.glob(f"{ROWS}-*-of-*.jsonl"))
+    return [read_json(settings_path(shard))["recorded"] for shard in shards]
 
 
 def run_in_background(jobs: Iterable[Callable[[], None]], most_open: int) -> None:

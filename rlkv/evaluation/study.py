@@ -43,6 +43,7 @@ from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_me
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import check_least
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
@@ -467,7 +468,10 @@ def load_study(config: StudyConfig) -> Study:
     methods = gates_rankings(config.gates_files)
     ablations = gates_rankings(config.ablation_files)
     every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
-    cache = config.cache_settings({"first": every_gates[0]})
+    named: dict[str, HeadGates] = {}
+    for of in (*methods, *ablations):
+        named.update(zip(of.files, of.gates, strict=True))
+    cache = config.cache_settings(named)
     extra, policies = policy_templates(config, cache)
     config = replace(config, extra=extra)
     loaded = config.problems(config.chosen_template(every_gates))

@@ -199,6 +199,11 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
             "compress(...)",
         ),
         (
+            config.guidance_scale not in (None, 1),
+            "guidance_scale reads a second text, whose cache would take the place of the first "
+            "one's in session.cache: leave it out",
+        ),
+        (
             is_assisted,
             "assisted generation takes tokens back, which a compressed cache cannot: leave it out",
         ),

@@ -255,6 +255,7 @@ class Chat:
             cache = None
         longest = max(1, min(self.sampling.max_new_tokens, self.engine.max_positions - len(ids)))
         sampling = replace(self.sampling, max_new_tokens=longest)
+        self.engine.check_prompts([ids], sampling)  # before the cache is touched
         try:
             reply = self.engine.reply(ids, sampling, on_text, cache)
         except BaseException:

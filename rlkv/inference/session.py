@@ -264,7 +264,8 @@ class InferSession:
         if config.output is not None:
             check_output(config.output)
         policy = config.policy()
-        sampling = config.sampling_params(config.max_new_tokens or 1)
+        longest = 1 if config.max_new_tokens is None else config.max_new_tokens
+        sampling = config.sampling_params(longest)
         problems = [] if config.input is None else read_problems(config.input)
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity = config.sparsity
@@ -309,13 +310,12 @@ class InferSession:
             check_length(name, lengths[number], longest, positions)
         engine: Any
         if config.backend == "vllm":
-            # room for the longest text and no more
+            # room for the longest text and no more, or for as many tokens as a policy drops some of
+            room = max(lengths) + longest
+            if policy is not None and policy.budget is not None:
+                room = max(room, policy.budget + policy.buffer + 1)
             engine = ServingEngine(
-                model,
-                serving,
-                config.batch_size,
-                dtype=config.dtype,
-                max_positions=max(lengths) + longest,
+                model, serving, config.batch_size, dtype=config.dtype, max_positions=room
             )
         else:
             heads = resolve_allocation(loaded, allocation)

@@ -115,6 +115,10 @@ class Failure(Exception):
     """The server could not be reached, broke off, or failed; the same request may succeed later."""
 
 
+class ServerError(Failure):
+    """The server answered that it failed."""
+
+
 class Connection:
     """The server at ``url``, the ``number``-th of a run; ``failing``: at the last request."""
 
@@ -178,7 +182,7 @@ class Connection:
             return answer
         reason = answer.get("error", "no reason given")
         if response.status >= 500:
-            raise Failure(reason)
+            raise ServerError(reason)
         raise ValueError(f"the rollout server at {self.url} refused the request: {reason}")
 
 
@@ -194,6 +198,8 @@ class _Job:
     chunks: SimpleQueue[list[int]] = field(default_factory=SimpleQueue)
     arrived: SimpleQueue[tuple[int, Sample] | Exception] = field(default_factory=SimpleQueue)
     ended: threading.Event = field(default_factory=threading.Event)
+    # first row of a chunk -> number of a server -> when it first answered that it failed
+    errors: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
 class RolloutClient:
@@ -261,6 +267,8 @@ class RolloutClient:
                     samples = server.sample(job, chunk)
                 except Failure as failure:
                     if chunk:
+                        if isinstance(failure, ServerError):
+                            self._note_error(server, job, chunk[0], failure)
                         job.chunks.put(chunk)
                     self._note_failure(server, failure, job.ended)
                     chunk = []
@@ -295,9 +303,21 @@ class RolloutClient:
             raise self._gone(server, failure) from failure
         ended.wait(pause)
 
+    def _note_error(self, server: Connection, job: _Job, first: int, error: ServerError) -> None:
+        """Raise ValueError if all servers have failed on this chunk for longer than the patience.
+
+        Each of them may answer meanwhile that it works, which it does for other rows.
+        """
+        with self._lock:
+            errors = job.errors.setdefault(first, {})
+            errors.setdefault(server.number, time.monotonic())
+            seconds = time.monotonic() - min(errors.values())
+            if len(errors) == len(self.servers) and seconds > self.patience:
+                raise self._gone(server, error) from error
+
     def _gone(self, server: Connection, failure: Failure) -> ValueError:
         return ValueError(
-            f"the rollout server at {server.url} did not answer for {self.patience:.0f} s "
+            f"the rollout server at {server.url} has failed for {self.patience:.0f} s "
             f"({failure}): start rollout/serve_vllm.py, then repeat the training's command, "
             "which resumes from its last checkpoint"
         )

@@ -82,7 +82,7 @@ def score_heads(
     config = {name: getattr(settings, name) for name in sorted(READ)}
     config |= {"seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])
-    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    run = RunFolder(Path(str(args.output_dir)), settings, config)
     with hard_masks(model, settings.sink, settings.window) as gated:
         run.write_config()
         warn_of_unread(settings, args, READ)

@@ -10,7 +10,7 @@ Every option says in its metadata what is done with it, so that no list of names
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -274,11 +274,30 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
     ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm"),
+    ("mixed_precision", "no", "the frozen model has its dtype, which the option dtype sets"),
+    ("model_init_kwargs", None, "the model is loaded by the options model and dtype"),
+    ("multi_objective_aggregation", "sum_then_normalize", "there is one reward"),
     ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
     ("cache_implementation", None, "static caches do not work with gates"),
     ("fsdp", None, "the launcher sets FSDP2: --config_file configs/accelerate/fsdp2.yaml"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
+)
+# beginnings of the options of trl that say nothing of the method
+_OF_THE_MACHINE = (
+    "accelerator_config",
+    "dataloader_",
+    "ddp_",
+    "debug",
+    "deepspeed",
+    "hub_",
+    "log_",
+    "logging_",
+    "project",
+    "push_to_hub",
+    "report_to",
+    "skip_memory_metrics",
+    "trackio_",
 )
 
 
@@ -341,13 +360,24 @@ class GateTrainingArguments(GRPOConfig):
     bf16: bool = False  # no autocast, as the frozen model has its dtype
     dataloader_pin_memory: bool = False  # batches are prompts as text
     ddp_find_unused_parameters: bool | None = False  # every gate takes part in every step
+    pad_to_multiple_of: int | None = None
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "per_device_train_batch_size")
+        check_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
+        check_least(self, 1, "prompts_per_step", "num_generations", "num_iterations")
+        check_least(self, 1, "steps_per_generation", "generation_batch_size")
+        if not self.output_dir:
+            raise ValueError("output_dir is empty: name the folder of the run")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(
                 f"max_steps must be at least 1, or -1 (by the epochs), got {self.max_steps}"
+            )
+        epochs = self.num_train_epochs
+        if self.max_steps > 0 and epochs != type(self).num_train_epochs:
+            raise ValueError(
+                f"max_steps={self.max_steps} would end the run whatever num_train_epochs={epochs} "
+                "says: add --max-steps -1, or leave num_train_epochs out"
             )
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
@@ -374,6 +404,12 @@ class GateTrainingArguments(GRPOConfig):
                 value = getattr(self, name)
                 if value != needed:
                     raise ValueError(f"{name} must be {needed}, got {value!r}: {why}")
+        for name, value in self.unlisted().items():
+            if name.startswith("vllm_"):
+                raise ValueError(
+                    f"{name}={value!r} is for trl's own rollouts of vLLM, which would not see the "
+                    "gates: leave it out; rollout_kv_gib, rollout_rows and importance_cap are ours"
+                )
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "
@@ -387,6 +423,27 @@ class GateTrainingArguments(GRPOConfig):
                 f"{self.prompts_per_step} unevenly: make it a multiple of the "
                 f"{self.gradient_accumulation_steps} forward passes of a step"
             )
+
+    def unlisted(self) -> dict[str, Any]:
+        """Return options of trl that ``--help`` does not list and that were given a value."""
+        found = {}
+        for of in fields(self):
+            default = of.default if of.default_factory is MISSING else of.default_factory()
+            value = getattr(self, of.name)
+            if "group" not in of.metadata and value != default:
+                found[of.name] = value
+        return found
+
+    def noted(self) -> dict[str, Any]:
+        """Return the options that a run notes, those of trl under ``trl``."""
+        names = option_names(type(self), resume=True) | option_names(type(self), resume=False)
+        values = {name: getattr(self, name) for name in sorted(names)}
+        values["trl"] = {
+            name: value
+            for name, value in self.unlisted().items()
+            if not name.startswith(_OF_THE_MACHINE)
+        }
+        return values
 
     @property
     def samples_per_step(self) -> int:

@@ -49,6 +49,7 @@ from rlkv.data.recall import (
 )
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_device
+from rlkv.models.shape import max_positions
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
 from rlkv.training.run_folder import (
@@ -102,9 +103,9 @@ def distill_gates(
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
     if settings.data == "recall":
-        draw, facts = recall_task(settings, tokenizer)
+        draw, facts, longest = recall_task(settings, tokenizer)
         draw(0)  # settings that give no samples fail here, not after the model is loaded
-        return distill(settings, draw, facts, model)
+        return distill(settings, draw, facts, longest, model)
     if settings.curriculum is None:
         raise ValueError("no traces: pass --curriculum FILE, which rlkv-filter writes")
     settings = settings.with_curriculum()
@@ -130,22 +131,34 @@ def distill_traces(
         return samples
 
     facts = {"samples": len(traces), "data_digest": digest([text.ids for text in traces])}
-    return distill(settings, draw, facts, model)
+    return distill(settings, draw, facts, max(len(text.ids) for text in traces), model)
 
 
 def distill(
-    settings: DistillSettings, draw: Draw, facts: dict[str, Any], model: PreTrainedModel | None
+    settings: DistillSettings,
+    draw: Draw,
+    facts: dict[str, Any],
+    longest: int,
+    model: PreTrainedModel | None,
 ) -> HeadGates:
-    """Start or resume a run on loaded data, and export it; ``facts``: what it notes of them.
+    """Start or resume a run on loaded data, and export it.
 
-    The digest among the facts ties a resumed run to the same texts.  The model is loaded, where
-    none is given, once the folder has been checked.
+    The model is loaded, where none is given, once the folder has been checked.
+
+    Args:
+        facts: what the run notes of its data; a digest ties a resumed run to the same texts.
+        longest: tokens of the longest text, which the model must have positions for.
     """
     config = {**asdict(settings), **facts, "haystack": None, "loss": settings.loss_kind}
     config["dtype"] = dtype_name(settings.dtype, resolve_device(settings.device))
     run = RunFolder(Path(settings.output_dir), settings, config)
     if model is None:
         model, _ = load_model(settings.model, dtype=settings.dtype, device=settings.device)
+    most = max_positions(model.config)
+    if longest > most:
+        raise ValueError(
+            f"texts have up to {longest} tokens, the model has {most} positions: lower --max-length"
+        )
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids)
     check_masks(model, draw(0)[0], settings.prefill)
@@ -310,8 +323,8 @@ class Distiller:
 # --- data
 
 
-def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any]]:
-    """Return the draw of recall samples, and what a run notes of its data.
+def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[str, Any], int]:
+    """Return the draw of recall samples, what a run notes of its data, and their most tokens.
 
     Raises:
         ValueError: for a haystack that cannot be read.
@@ -323,6 +336,7 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
             "definitions of its task"
         )
     facts = {"recall_task": "bindings of the tiny task"}
+    longest = 0  # which the tiny model reads by design
     draw_one: Callable[[random.Random], MarkedText] = partial(
         recall_sample, tokenizer, passkeys=settings.passkeys
     )
@@ -331,6 +345,7 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
         if settings.haystack is not None:
             haystack = read_haystack(settings.haystack, tokenizer)
         facts = {"recall_task": "word sequences in text", "data_digest": digest(haystack)}
+        longest = settings.max_length
         draw_one = TextRecall(
             tokenizer,
             haystack,
@@ -344,7 +359,7 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
         rng = random.Random(f"rlkv-recall-{settings.seed}-{step}")
         return [draw_one(rng) for _ in range(settings.batch_size)]
 
-    return draw, facts
+    return draw, facts, longest
 
 
 # --- losses

@@ -105,7 +105,7 @@ def eliminate_heads(
     config = {name: value for name, value in asdict(settings).items() if name in READ}
     config |= {"low": low, "seed": args.seed, "output_dir": args.output_dir}
     config["data_digest"] = digest([text.ids for text in traces])
-    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    run = RunFolder(Path(str(args.output_dir)), settings, config)
     # no measurement depends on what may change when it is resumed, but rows number the batches
     kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
     noted = {name: config[name] for name in sorted(kept)} | {"likeliest": KEPT}

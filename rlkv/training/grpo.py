@@ -21,11 +21,12 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
 from rlkv.models.loading import dtype_name, load_model, load_tokenizer
 from rlkv.models.prompts import build_messages, choose_template
+from rlkv.models.shape import max_positions
 from rlkv.rollout.base import GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable
-from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings, option_names
+from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
 from rlkv.training.run_folder import RunFolder, RunLog
 from rlkv.training.sharding import load_as, not_loading
@@ -70,7 +71,7 @@ def train_gates(
     start = None if settings.init_gates is None else HeadGates.load(settings.init_gates)
     taught, held_out = hold_out(curriculum, settings.held_out, args)
     config = run_config(settings, args, taught, start)
-    run = RunFolder(Path(args.output_dir or "outputs/gates"), settings, config)
+    run = RunFolder(Path(str(args.output_dir)), settings, config)
 
     def make_gates() -> HeadGates:
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
@@ -92,9 +93,17 @@ def train_gates(
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
     if start is not None:
         start.check_model(model.config)
+    longest = longest_prompt(curriculum, tokenizer) + (args.max_completion_length or 0)
+    most = max_positions(model.config)
+    if longest > most:
+        raise ValueError(
+            f"the longest prompt and max_completion_length={args.max_completion_length} are "
+            f"{longest} tokens, the model has {most} positions: lower --max-completion-length or "
+            "leave out problems with long prompts"
+        )
     if settings.liger_kernels:
         apply_liger(model, args.device)
-    with open_engine(settings, args, curriculum, tokenizer) as engine:
+    with open_engine(settings, args, longest) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
         if start is not None:
             set_gates(trainer.model, start.alpha)
@@ -209,9 +218,7 @@ def run_config(
     Problems and gates at the start count by their digests, wherever their files are.
     """
     config = asdict(settings)
-    noted = option_names(GateTrainingArguments, resume=True)
-    noted |= option_names(GateTrainingArguments, resume=False)
-    config |= {key: getattr(args, key) for key in sorted(noted)}
+    config |= args.noted()
     config["processes"] = args.world_size
     config["problems"] = digest(taught.to_list())
     config["dtype"] = dtype_name(settings.dtype, args.device)  # what auto and fast are here
@@ -226,10 +233,7 @@ def run_config(
 
 @contextmanager
 def open_engine(
-    settings: RLKVSettings,
-    args: GateTrainingArguments,
-    curriculum: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    settings: RLKVSettings, args: GateTrainingArguments, positions: int
 ) -> Iterator[GatedEngine | None]:
     """Open what samples instead of the trainer's own model: an engine, or a client of servers.
 
@@ -244,7 +248,6 @@ def open_engine(
         yield None
         return
     sizes = LocalSizes(settings.sink, settings.window)
-    positions = longest_prompt(curriculum, tokenizer) + (args.max_completion_length or 0)
     if settings.rollout == "vllm-server":
         from rlkv.rollout.remote import RolloutClient
 

@@ -174,7 +174,8 @@ class Plan:
         if self.problems is None:
             return None
         prompts = self.samples // (self.args.num_generations or 1)
-        of_epoch = (self.problems - self.settings.held_out) // prompts
+        rollouts = (self.problems - self.settings.held_out) // prompts
+        of_epoch = rollouts * self.args.num_iterations
         return math.ceil(self.args.num_train_epochs * of_epoch)
 
     @property
@@ -200,9 +201,12 @@ class Plan:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of the rollout of a step, and of its update if all groups have spread."""
+        """Seconds of a step's share of its rollout, and of its update if all groups have spread."""
+        if self.rates is None:
+            return []
         tokens = self.samples * self.mean_tokens
-        return [tokens / rate for rate in self.rates or ()]
+        rollout, update = self.rates
+        return [tokens / rollout / self.args.num_iterations, tokens / update]
 
     @property
     def own_weights(self) -> int:

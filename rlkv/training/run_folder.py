@@ -560,6 +560,7 @@ class RunFolder:
         self.checkpoint = check_output_dir(path, self.config, settings.resume)
         self.wandb: WandbLog | None = None
         if settings.wandb != "disabled":
+            require("wandb", "wandb")  # missing, it is said before a model is loaded
             self.wandb = WandbLog(settings, self.config, path)
 
     def write_config(self) -> None:

@@ -174,7 +174,7 @@ class RLKVTrainer(GRPOTrainer):
         self.settings = settings
         self.reward = reward
         self.engine = engine
-        self.output_dir = Path(args.output_dir or ".")
+        self.output_dir = Path(str(args.output_dir))
         self.shares = Shares(
             rows=prompts * (args.num_generations or 1),
             slots=(args.generation_batch_size or 0) // args.world_size,
@@ -219,6 +219,9 @@ class RLKVTrainer(GRPOTrainer):
         if self.sharding is not None:
             self.release_weights = shard_base(self.model, self.accelerator, self.sharding)
         self.gates: list[Tensor] = [parameter for _, parameter in gate_parameters(self.model)]
+        for gate in self.gates:
+            # trl has trainable parameters of a quantized model in bfloat16
+            gate.data = gate.data.float()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self.sharding is None:  # else it might not fit
@@ -623,6 +626,8 @@ class RLKVTrainer(GRPOTrainer):
             return
         folder = Path(checkpoint)
         self._load_means(folder)
+        # the checkpoint brings the interval of the run that wrote it
+        self.state.compute_steps(self.args, self.state.max_steps)
         if self._rollout_state(folder).exists():
             state = load_tensors(self._rollout_state(folder))
             self._of_rollout = state["values"]

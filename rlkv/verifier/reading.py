@@ -407,12 +407,16 @@ def _words(words: list[str]) -> Reading:
 # --- what must be equal
 
 Pairs = list[tuple[str, str]]
+# capitals whose order counts, as sequences and Roman numbers, and quotients with remainders
+_CODE = re.compile(r"[A-Z]{3}|[IVXLC]{2}|\d+ ?R ?\d+")
 
 
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     """Return the verdict where words decide it, else pairs of values of which one must be equal."""
     right = normalize(answer)
     given = normalize(candidate)
+    if _CODE.fullmatch(right) and _CODE.fullmatch(given):
+        return right == given
     gold = read(_unlabelled(right, given))
     found = read(_unlabelled(given, right))
     if gold.words or found.words:
@@ -447,9 +451,10 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     for one, other in (pair, pair[::-1]):
         if _TUPLE.fullmatch(one) and _SET.fullmatch(other):
             return False
+    are_times = all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair)
+    if are_times and pair[0].lstrip("0") != pair[1].lstrip("0"):
+        return False  # 3:30 and 2:20 are no ratios
     if gold.units == found.units:
-        if all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair):
-            return pair[0].lstrip("0") == pair[1].lstrip("0")  # 3:30 and 2:20 are times, not ratios
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
     scaled = (_scaled(gold), _scaled(found))
     if {gold.units, found.units} == {("degree",), ("radian",)}:

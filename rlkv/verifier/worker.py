@@ -126,9 +126,12 @@ class Comparison:
             return all(relations) and self._same_relation(gold, found)
         lists = [isinstance(side, (sympy.Tuple, sympy.FiniteSet)) for side in (gold, found)]
         if all(lists):
+            # a set has no element twice, but the list that it was read from may
+            own, other = (getattr(side, "_unsorted_args", side.args) for side in (gold, found))
             ordered = isinstance(gold, sympy.Tuple)
-            written = getattr(found, "_unsorted_args", found.args)
-            return self._same_elements(gold.args, written if ordered else found.args, ordered)
+            if not ordered and len(own) != len(other):
+                own, other = gold.args, found.args
+            return self._same_elements(own, other, ordered)
         if all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (gold, found)):
             return self._same_number(gold, found)
         limits = {"float_rounding": DIGITS, "numeric_precision": DIGITS, "timeout_seconds": None}

@@ -130,6 +130,12 @@ def _in_pieces(
     )
 
 
+def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
+    """Return the bin of a builder: its only layer."""
+    (name,) = layer_names
+    return vllm_config.compilation_config.static_forward_context[name]
+
+
 class AlignedBuilder:
     """Mix-in of a stock builder of metadata, whose layer is a bin with sinks and a window."""
 
@@ -142,7 +148,6 @@ class AlignedBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        context = self.vllm_config.compilation_config.static_forward_context
-        (name,) = self.layer_names
-        cut = cut_aligned(common_attn_metadata, context[name].kept, self.vllm_config)
+        rules = bin_of(self.vllm_config, self.layer_names).kept
+        cut = cut_aligned(common_attn_metadata, rules, self.vllm_config)
         return super().build(0, cut, fast_build)  # type: ignore[misc]

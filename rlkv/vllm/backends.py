@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from rlkv.attention import LocalSizes
 from rlkv.attention.softmax import Softmax
 from rlkv.utils.devices import moved
-from rlkv.vllm.aligned import AlignedBuilder
+from rlkv.vllm.aligned import AlignedBuilder, bin_of
 from rlkv.vllm.packing import SinkWindowDemand
 from rlkv.vllm.paged import (
     QUERIES_AT_ONCE,
@@ -374,12 +374,6 @@ class MixedTritonBackend(BackendParts, TritonAttentionBackend):
 LAYOUTS = (KVCacheLayout.BLHNC,)
 # parts of a bin share metadata, and differ in their number of heads
 ANY_HEADS = ("FLASH_ATTN", "TRITON_ATTN")
-
-
-def bin_of(vllm_config: Any, layer_names: list[str]) -> Any:
-    """Return the bin of a builder: its only layer."""
-    (name,) = layer_names
-    return vllm_config.compilation_config.static_forward_context[name]
 
 
 def full_backend(stock: Attention, aligned: bool = False) -> type[AttentionBackend]:

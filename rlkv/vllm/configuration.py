@@ -48,8 +48,14 @@ OF_ANOTHER_MODEL = (
     "use_heterogeneous_vocab",
     "disable_padded_drafter_batch",
 )
-# written to parameters as they are
-NOT_REORDERED = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+# written to parameters as they are, or as another process has them
+NOT_REORDERED = (
+    "sharded_state",
+    "runai_streamer_sharded",
+    "tensorizer",
+    "ipc_cache",
+    "modelexpress",
+)
 
 
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
@@ -200,6 +206,9 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
     load_format = str(engine.load_config.load_format)
     if load_format in NOT_REORDERED:
         yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"
+    transfer = getattr(engine, "weight_transfer_config", None)
+    if transfer is not None and transfer.backend == "nccl_m2n":
+        yield "weight transfer by nccl_m2n, which writes o_proj as it comes: use nccl"
     if engine.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
             "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "

@@ -96,6 +96,7 @@ class VLLMEngine(RolloutEngine):
         check_version()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        from pydantic import ValidationError
         from vllm import LLM
         from vllm.distributed.parallel_state import (
             cleanup_dist_env_and_memory,
@@ -129,8 +130,11 @@ class VLLMEngine(RolloutEngine):
                 disable_log_stats=True,
                 **{**options, **engine_options},
             )
-        except BaseException:
+        except BaseException as error:
             cleanup_dist_env_and_memory()  # a start that fails late leaves state behind
+            if isinstance(error, ValidationError):  # our sentence among pydantic's own words
+                causes = [of.get("ctx", {}).get("error", of["msg"]) for of in error.errors()]
+                raise ValueError("; ".join(map(str, causes))) from None
             raise
         self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self._version = gate_version(self.gates()) if self.has_gates else "stock"

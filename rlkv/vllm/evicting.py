@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from rlkv.eviction.base import EvictionPolicy, pieces
 from rlkv.utils.devices import moved
+from rlkv.vllm.aligned import bin_of
 from rlkv.vllm.backends import (
     LAYOUTS,
     AttendingImpl,
@@ -33,7 +34,6 @@ from rlkv.vllm.backends import (
     TorchBackend,
     TorchBuilder,
     TorchImpl,
-    bin_of,
 )
 from rlkv.vllm.packing import NOWHERE, BufferDemand, SinkWindowDemand
 from rlkv.vllm.paged import Writes, paged_local_attention, plan_reads

@@ -70,7 +70,8 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
         impls = [context[name].impl for name in self.layer_names]
         places = {impl.places for impl in impls if len(set(impl.compressible)) == 2}
         pages = len(impls[0].compressible)
-        kernel = Kernel(self.head_dim, self.dtype, self.isa, self.kv_cache_dtype, self.block_size)
+        cached = impls[0].kv_cache_dtype  # not all layers need have the engine's
+        kernel = Kernel(self.head_dim, self.dtype, self.isa, cached, self.block_size)
         return HeadLayers([*places], pages, kernel, impls[0].num_queries_per_kv)
 
     def build(

@@ -21,6 +21,7 @@ from typing import Any, Self
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
@@ -29,6 +30,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from rlkv.utils.files import write_json
 from rlkv.vllm.packing import BufferDemand, SinkWindowDemand
+
+logger = init_logger(f"vllm.{__name__}")
 
 FOLDER = "RLKV_METRICS_DIR"  # of the environment, which the engine's processes inherit
 EVERY = 5.0  # seconds between two reports of a bin: each walks all its block tables
@@ -83,6 +86,11 @@ def publish(sparsity: float) -> None:
         _published.append(UsageCollector(sparsity))
         os.environ[FOLDER] = _published[0].folder.name
         REGISTRY.register(_published[0])
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            logger.warning(
+                "rlkv: the metrics page of several API servers has no rlkv: lines: pass "
+                "--api-server-count 1 to have them"
+            )
     _published[0].sparsity = sparsity
 
 

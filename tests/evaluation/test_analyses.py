@@ -56,7 +56,7 @@ def test_lengths_where_both_are_right() -> None:
     assert both_right([outcome("0001")], full) is None
 
 
-def test_costs_never_mix_units(tmp_path: Path) -> None:
+def test_costs_never_mix_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = {
         "a": [{"time/step_s": 3.0, "time/step_cpu_s": 2.0}, {"time/step_cpu_s": 2.5}],
         "b": [{"time/step_s": 3.0}, {"time/step_s": 5.0, "time/step_cpu_s": 2.5}],
@@ -68,11 +68,16 @@ def test_costs_never_mix_units(tmp_path: Path) -> None:
     files = tuple(str(tmp_path / name / "gates.pt") for name in ("a", "b", "absent"))
     found = replace(ranking("RLKV", ALPHA, ALPHA, ALPHA), files=files)
     assert cost_text(cost_metrics(found)) == "4 s CPU + 8 s wall"
+    folders = tuple(str(tmp_path / name) for name in ("a", "b", "absent"))  # these are gates too
+    assert cost_metrics(replace(found, files=folders)) == cost_metrics(found)
     for seed, seconds in enumerate((50, 70)):
         found.gates[seed].training = {"reranked": {"cpu_seconds": seconds}}
     again = cost_text(cost_metrics(found))
     assert again == "4 s CPU + 60 s CPU re-ranking (50 to 70, 2 seeds) + 8 s wall"
     assert cost_text(cost_metrics(ranking("x", ALPHA))) == ""
+    monkeypatch.chdir(tmp_path / "a")
+    packaged = replace(ranking("Tiny", ALPHA), files=("tiny",))  # without a log of its own
+    assert cost_text(cost_metrics(packaged)) == ""
 
 
 # --- on the tiny model

@@ -127,6 +127,16 @@ def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
     assert found["stopped_for_repetition"] == ended > 0
 
 
+def test_rows_that_were_not_begun_alike_are_named(tmp_path: Path) -> None:
+    options = ["--limit", "2"]
+    run(tmp_path, *options, "--methods", "full", "--batch-size", "1")
+    assert "begun" not in (tmp_path / "report.md").read_text()
+    run(tmp_path, *options, "--methods", "full", "random-heads@0.5", "--batch-size", "2")
+    page = (tmp_path / "report.md").read_text()
+    assert "seconds may not compare. 1 texts at once" in page
+    assert ": tiny full; 2 texts at once" in page
+
+
 def test_where_programs_run_is_said_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +203,10 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
         (["--methods", "full", "random-heads@0.99+full:rkv@40"], "but none is full"),
         (["--baseline", "mine"], "--baseline 'mine' is not among the methods: choose from full"),
         (["--tasks", "math501"], "unknown task"),
+        (["--tasks"], "--tasks is empty"),
+        (["--max-new-tokens", "tiny=5000"], "the longest prompt of tiny has"),
+        (["--methods"], "--methods is empty"),
+        (["--preset"], "there is no preset"),
         (["--num-samples", "4"], "greedy"),
         (["--limit", "0"], "--limit"),
         (["--repetition", "40", "400"], "--repetition"),

@@ -91,4 +91,4 @@ def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Pa
         assert results(tmp_path / name) == results(whole)
         # a kill within an atomic write leaves its hidden temporary file
         visible = {path.name for path in (tmp_path / name).iterdir() if path.name[0] != "."}
-        assert visible == {"tiny", "results.json", "report.html", "report.md"}
+        assert visible == {"tiny", "accuracy-tiny.png", "results.json", "report.html", "report.md"}

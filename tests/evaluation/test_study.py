@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: str, message: str) -> None:
-    HeadGates(torch.rand(2, 3)).save(tmp_path / "2x3.pt")
+    HeadGates(torch.rand(2, 3), deploy_sink=4, deploy_window=16).save(tmp_path / "2x3.pt")
     with pytest.raises(ValueError, match=re.escape(message)):
         run(inputs, tmp_path / "out", *more.replace("2x3", f"{tmp_path}/2x3").split())
     assert not (tmp_path / "out").exists()
+
+
+def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -> None:
+    found = HeadGates.load(inputs / "a" / "gates.pt")
+    replace(found, deploy_window=32).save(tmp_path / "wide.pt")
+    gates = ("--gates", f"mine={inputs}/a/gates.pt", f"wide={tmp_path}/wide.pt")
+    with pytest.raises(ValueError, match=r"different values of window .*wide\.pt 32.*--window"):
+        run(inputs, tmp_path / "out", *gates)
 
 
 def test_head_counts() -> None:

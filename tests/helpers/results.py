@@ -7,7 +7,6 @@ from typing import Any
 VOLATILE = (
     "seconds",
     "seconds_per_text",
-    "seconds_times_full",
     "tokens_per_second",
     "finished",
     "command",

@@ -413,6 +413,7 @@ def test_what_does_not_fit(llama: PreTrainedModel, arguments: Any, message: str)
         (PLAIN, {"use_cache": False}, "use_cache=False"),
         (PLAIN, {"prompt_lookup_num_tokens": 3}, "assisted generation"),
         (PLAIN, {"assistant_model": make_tiny_model("llama")}, "assisted generation"),
+        (PLAIN, {"guidance_scale": 1.5}, "guidance_scale reads a second text"),
         (PLAIN, {"prefill_chunk_size": 4}, "prefill_chunk_size"),
         (
             {**PLAIN, **PROTECTED, "prefill": "local"},

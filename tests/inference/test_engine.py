@@ -104,9 +104,11 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
     chat = Chat(engine, GREEDY)
     chat.say(QUESTIONS[0])
     messages = list(chat.messages)
+    cache = chat._cache
     with pytest.raises(ValueError, match="512"):
         chat.say("a=7 . " * 300)
     assert chat.messages == messages
+    assert chat._cache is cache
 
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt

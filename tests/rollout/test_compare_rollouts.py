@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkv.cli.train import parse_config
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.programs import load_program
@@ -42,6 +43,13 @@ def write_run(
         folder / "gates.safetensors"
     )
     return folder
+
+
+def test_the_trainings_command_is_understood(tmp_path: Path) -> None:
+    config = PROGRAM.CompareConfig(output=tmp_path)
+    words = PROGRAM.training_options(config, "hf", 3, tmp_path / "problems.jsonl", tmp_path)
+    settings, args = parse_config(words)
+    assert (settings.rollout, args.seed, args.use_cpu) == ("hf", 3, True)
 
 
 def test_ranking_lengths_and_seconds_of_two_runs(tmp_path: Path) -> None:

@@ -122,6 +122,15 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--l1-beta nan", "--l1-beta must be at least 0, got nan"),
         ("--max-steps 0", "max_steps must be at least 1"),
         ("--per-device-train-batch-size 0", "--per-device-train-batch-size must be at least 1"),
+        ("--prompts-per-step 0", "--prompts-per-step must be at least 1"),
+        ("--num-generations 0", "--num-generations must"),
+        ("--num-iterations 0", "--num-iterations must"),
+        ("--steps-per-generation 0", "--steps-per-generation must"),
+        ("--config tiny --num-train-epochs 1", "max_steps=100 would end.*--max-steps -1"),
+        ("--output-dir=", "output_dir is empty"),
+        ("--fp16", "mixed_precision must be no"),
+        ("--vllm-gpu-memory-utilization 0.5", "vllm_gpu_memory_utilization=0.5 is for trl's own"),
+        ("--model-init-kwargs {} ", "model_init_kwargs"),
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
         ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
@@ -145,6 +154,12 @@ def test_what_options_are_is_in_their_metadata() -> None:
 def test_wrong_options_are_named(options: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(*options.split())
+
+
+def test_mixed_precision_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="mixed_precision must be no, got 'bf16'"):
+        read()
 
 
 @pytest.mark.parametrize(

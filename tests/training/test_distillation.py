@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,10 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     gates = distill_gates(settings, make_tiny_model("qwen3", vocab_size=len(vocab)), tokenizer)
     assert gates.training["recall_task"] == "word sequences in text"
     assert (gates.alpha < 1).any()
+    few = make_tiny_model("qwen3", vocab_size=len(vocab), max_position_embeddings=399)
+    settings = replace(settings, output_dir=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="up to 400 tokens, the model has 399 positions"):
+        distill_gates(settings, few, tokenizer)
 
 
 EMPTY = {"problem": "p", "answer": "1"}

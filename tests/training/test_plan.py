@@ -68,6 +68,16 @@ def page(*options: str) -> dict[str, str]:
     return {line.split()[0]: line for line in text.splitlines()}
 
 
+def test_rollouts_that_several_updates_use() -> None:
+    rows = [{"problem": "p", "answer": "1", "output_tokens": 100}] * 200
+    options = ("--max-steps", "-1", "--num-train-epochs", "2", "--prompts-per-step", "16")
+    once = plan(*options, rows=rows)
+    twice = plan(*options, "--num-iterations", "2", rows=rows)
+    assert (once.steps, twice.steps) == (24, 48)
+    assert twice.seconds[0] == pytest.approx(once.seconds[0] / 2)
+    assert twice.seconds[1] == once.seconds[1]
+
+
 def test_a_plan_says_where_the_problems_come_from() -> None:
     assert "problems of the built-in task" in page("--config", "tiny")["curriculum"]
     line = page("--config", "tiny", "--model", "smol")["curriculum"]

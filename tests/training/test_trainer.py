@@ -223,6 +223,44 @@ def test_a_published_run_does_not_depend_on_its_micro_batches(tmp_path: Path) ->
         assert record["policy/loss"] == pytest.approx(0, abs=1e-6)
 
 
+def test_a_continued_run_saves_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
+    random_run.run(tmp_path / "run", ["--max-steps", "1", "--save-steps", "100"])
+    random_run.run(tmp_path / "run", ["--max-steps", "3", "--save-total-limit", "9"])
+    saved = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert saved == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_options_of_trl_are_compared_when_a_run_is_continued(tmp_path: Path) -> None:
+    random_run.run(tmp_path / "run", ["--max-steps", "1", "--warmup-steps", "4"])
+    with pytest.raises(ValueError, match=r"other settings \(trl \{'warmup_steps': 4.0\} -> \{\}\)"):
+        random_run.run(tmp_path / "run", ["--max-steps", "2"])
+    options = ["--max-steps", "2", "--warmup-steps", "4", "--dataloader-num-workers", "0"]
+    random_run.run(tmp_path / "run", options)
+
+
+def test_texts_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the model has \d+ positions: lower --max-completion"):
+        random_run.run(tmp_path / "run", ["--max-completion-length", "9999"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_gates_on_a_quantized_base_are_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_policy = random_run.make_policy
+
+    def quantized() -> tuple[Any, Any]:
+        model, tokenizer = make_policy()
+        model.is_loaded_in_8bit = True
+        return model, tokenizer
+
+    plain = random_run.run(tmp_path / "plain", ["--max-steps", "2"])
+    monkeypatch.setattr(random_run, "make_policy", quantized)
+    found = random_run.run(tmp_path / "quantized", ["--max-steps", "2"])
+    assert torch.equal(found.alpha, plain.alpha)
+    assert found.alpha.min() < 1
+
+
 class OffEngine(GatedHFEngine):
     """Says of the fourth and eleventh token that they were less likely, by ``exp(shift)``."""
 

@@ -189,12 +189,13 @@ def test_drafts_by_ngrams(llama: Served, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_keep_serves_a_cache_in_fp8(llama: Served) -> None:
+@pytest.mark.parametrize("plain_layers", [{}, {"kv_cache_dtype_skip_layers": ["1"]}])
+def test_keep_serves_a_cache_in_fp8(llama: Served, plain_layers: dict[str, Any]) -> None:
     # aligned windows see all of so short texts: the stock engine's tokens, by other calls
     prompts = random_prompts((5, 33, 50))
     found = []
     for request in (None, llama.request(0.6, **KEEP)):
-        with engine(llama, request, kv_cache_dtype="fp8") as llm:
+        with engine(llama, request, kv_cache_dtype="fp8", **plain_layers) as llm:
             found.append(tokens_of(generate(llm, prompts, 40)))
     assert found[0] == found[1]
 

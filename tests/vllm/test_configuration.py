@@ -85,6 +85,8 @@ def fake_engine(**changes: Any) -> Any:
         ("cache_config__cache_dtype", "fp8", "fp8"),
         ("quant_config", SimpleNamespace(get_name=lambda: "bitsandbytes"), "quantised weights"),
         ("load_config__load_format", "sharded_state", "load-format sharded_state"),
+        ("load_config__load_format", "ipc_cache", "load-format ipc_cache"),
+        ("weight_transfer_config", SimpleNamespace(backend="nccl_m2n"), "nccl_m2n"),
         ("kv_transfer_config", object(), "KV connectors"),
         ("scheduler_config__disable_hybrid_kv_cache_manager", True, "disable-hybrid-kv-cache"),
         ("cache_config__sliding_window", 512, "sliding windows in all layers"),

@@ -29,6 +29,7 @@ from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
+from rlkv.vllm.engine import VLLMEngine
 from tests.helpers.engines import need_vllm, save_adapter
 from tests.helpers.exit_code import exit_code
 from tests.helpers.served import ServedModel, post, served_model
@@ -122,6 +123,24 @@ def test_both_backends_of_rlkv_infer_write_the_same(folder: Path, options: str) 
     found = infer(folder, "vllm", options.split())
     assert found == infer(folder, "hf", options.split())
     assert len(found) == N
+
+
+@pytest.mark.usefixtures("alone")
+def test_answers_too_short_for_an_eviction(folder: Path) -> None:
+    gates = str(folder / "gates.safetensors")
+    config = InferConfig(
+        gates=gates, prompt="a=7", backend="vllm", eviction="rkv", budget=64, max_new_tokens=4
+    )
+    session = InferSession.open(config)
+    completions, _ = session.engine.batch([session.render("a=7")], session.sampling)
+    session.engine.close()
+    assert len(completions[0].token_ids) <= 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refusal_is_told_without_pydantics_words() -> None:
+    with pytest.raises(ValueError, match=r"(?s)^(?!.*validation error).*greater than"):
+        VLLMEngine("tiny", max_rows=0)
 
 
 BENCH = """--layers 2 --hidden 128 --intermediate 256 --query-heads 2 --kv-heads 2 --requests 4
