@@ -225,7 +225,7 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
         found["traces_reproduced"], found["mean_log_probability"] = step.score
         eliminated.append({**found, "accuracy": accuracy})
     return {
-        "model": shape.to_dict(),
+        "model": asdict(shape),
         "settings": {name: value for name, value in settings.items() if value is not None},
         "num_problems": config.num_problems,
         "definitions": [MIN_DEFINITIONS, config.longest],

@@ -114,10 +114,10 @@ class LosslessCache(HeadReallocationCache):
     state: KeptState
     state_type = KeptState
 
-    def _make_store(self, layer: int, reserve: int, heads: list[int], is_full: bool) -> Store:
+    def _make_store(self, layer: int, heads: list[int], is_full: bool) -> Store:
         if is_full:
-            return super()._make_store(layer, reserve, heads, is_full)
-        return KeptStore(len(heads), self.state, 0)
+            return super()._make_store(layer, heads, is_full)
+        return KeptStore(len(heads), self.state)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:

@@ -180,8 +180,8 @@ class HeadReallocationCache(Cache):
         nbytes      = 2 * B * D * e * (F * capacity + C * (S + W))
         full_nbytes = 2 * B * D * e * (F + C) * T
 
-    where ``capacity`` is T with ``reserve=T``, and otherwise grows by a sixteenth, in multiples of
-    16, up to the length at which ``generate`` must end.
+    where ``capacity`` grows by a sixteenth, in multiples of 16, up to the length at which
+    ``generate`` must end (``state.limit``).
 
     Full heads see everything before a token; compressible heads the first S real tokens of its row
     and the last W, itself included, and with ``prefill="full"`` all earlier tokens of the same
@@ -207,7 +207,6 @@ class HeadReallocationCache(Cache):
         sink: S, first real tokens of each row that compressible heads keep.
         window: W, last ones.
         prefill: ``"full"``, ``"local"`` or ``"published"``.
-        reserve: tokens for which full heads get memory up front, exactly; 0: grow with the text.
         eviction: the policy of the compressible heads; None: ``sink`` and ``window``.
         record: note the positions of cached tokens: ``kept`` lists what each eviction kept,
             ``held`` what is cached.
@@ -231,7 +230,6 @@ class HeadReallocationCache(Cache):
         sink: int = 16,
         window: int = 64,
         prefill: str = "full",
-        reserve: int = 0,
         eviction: EvictionPolicy | None = None,
         record: bool = False,
         stock_layers: Callable[[], dict[int, Any]] = dict,
@@ -244,8 +242,6 @@ class HeadReallocationCache(Cache):
             raise ValueError(
                 f"full must be bool [layers, KV heads], got {full.dtype} {list(full.shape)}"
             )
-        if reserve < 0:
-            raise ValueError(f"reserve is {reserve}: it must be 0 or more tokens")
         settings = CacheSettings(sink, window, prefill, eviction, protect_prompt, evict_from)
         self.state = self.state_type(settings, record=record)
         self.full = full.cpu()
@@ -256,7 +252,7 @@ class HeadReallocationCache(Cache):
         layers: list[Any] = []
         for number, row in enumerate(self.full):
             own = row if heads is None else row[: heads[number]]
-            arguments = (own, self.state, partial(self._make_store, number, reserve))
+            arguments = (own, self.state, partial(self._make_store, number))
             stock = self._stock.get(number)
             if stock is None and not len(own):
                 break  # from here on, layers read the keys and values of earlier ones
@@ -268,12 +264,12 @@ class HeadReallocationCache(Cache):
             layers.append(self._layers.get(number, stock))
         super().__init__(layers=layers)
 
-    def _make_store(self, layer: int, reserve: int, heads: list[int], is_full: bool) -> Store:
+    def _make_store(self, layer: int, heads: list[int], is_full: bool) -> Store:
         policy = self.settings.policy_of(is_full)
         if policy is not None:
             return EvictingStore(heads, layer, self.state, policy, self.kept)
         if is_full:
-            return FullStore(len(heads), self.state, reserve)
+            return FullStore(len(heads), self.state)
         return RingStore(len(heads), self.state)
 
     @property

@@ -148,15 +148,10 @@ class Store(ABC):
 
 
 class FullStore(Store):
-    """Everything, in buffers that grow; ``reserved`` tokens get memory up front, exactly."""
-
-    def __init__(self, num_heads: int, state: CacheState, reserved: int) -> None:
-        super().__init__(num_heads, state)
-        self.reserved = reserved
+    """Everything, in buffers that grow, up to the state's ``limit``."""
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
-        entries = self.reserved or grown_capacity(0, key.shape[2], self.state.limit)
-        super().allocate(key, value, entries)
+        super().allocate(key, value, grown_capacity(0, key.shape[2], self.state.limit))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layout: CallLayout, softmax: Softmax

@@ -20,11 +20,8 @@ from typing import Any
 import numpy as np
 
 from rlkv.evaluation.acceptance import (
-    SHAPE,
     acceptance,
     check_drafts,
-    draft_sizes,
-    draft_sparsities,
     measure_acceptance,
 )
 from rlkv.evaluation.measurements import (
@@ -128,8 +125,9 @@ def origin_of(study: Study) -> dict[str, Any]:
     for task in study.tasks:
         correct = study.full(task).correct
         full_cache[task] = {"accuracy": float(correct.mean()), "n": correct.size}
+    found_by = (*study.rankings, *study.ablations)
     training: dict[str, list[Metrics]] = {}
-    for ranking in (*study.rankings, *study.ablations):
+    for ranking in found_by:
         for own in ranking.gates:
             scalars = {k: v for k, v in own.training.items() if not isinstance(v, list | dict)}
             training.setdefault(ranking.name, []).append(scalars)
@@ -138,6 +136,8 @@ def origin_of(study: Study) -> dict[str, Any]:
     resolved = {
         "cache": {name: getattr(cache, name) for name in ("sink", "window", "protect_prompt")},
         "max_new_tokens": limits,
+        "sparsities": study.sparsities,
+        "ablate_at": study.config.ascending("ablate_at"),
         "top_heads": study.top_heads,
         "policies": {name: policy.describe() for name, policy in study.policies.items()},
         "dtype": str(study.model.dtype),
@@ -148,6 +148,7 @@ def origin_of(study: Study) -> dict[str, Any]:
         "resolved": resolved,
         "full_cache": full_cache,
         "training": training,
+        "costs": {of.name: cost_metrics(of) for of in found_by if of.files},
     }
 
 
@@ -485,47 +486,13 @@ def cost_text(metrics: Metrics) -> str:
 
 
 def by_task(report: Callable[[Study, str, Page], Metrics]) -> Callable[[Study, Page], Metrics]:
-    """Make a report of all tasks, one after the other, and of what they have in common."""
+    """Make a report of all tasks, one after the other."""
 
     def report_all(study: Study, page: Page) -> Metrics:
         tasks = {task: report(study, task, page) for task in study.tasks}
-        # a report is called as its analysis
-        return {**settings_of(study, report.__name__), "tasks": tasks}
+        return {"first": study.first.name, "tasks": tasks}
 
     return report_all
-
-
-def settings_of(study: Study, analysis: str) -> Metrics:
-    """Return what all tasks of an analysis have in common, for ``results.json``."""
-    config = study.config
-    found: Metrics = {"first": study.first.name}
-    if analysis in ("sweep", "threshold", "sensitivity", "modes", "lengths"):
-        found["sparsities"] = list(study.sparsities)
-    if analysis in ("sweep", "comparison"):
-        found["costs"] = {of.name: cost_metrics(of) for of in study.rankings if of.files}
-    if analysis == "sweep":
-        found["published"] = study.published
-    elif analysis == "threshold":
-        found["margin"] = config.margin
-    elif analysis == "sensitivity":
-        found["top_heads"] = list(study.top_heads)
-        found["total_heads"] = study.first.num_heads
-    elif analysis == "modes":
-        found["rule"] = asdict(config.rule)
-    elif analysis == "budget":
-        found["savings"] = list(config.levels("savings"))
-        found["policies"] = list(config.policies)
-        for name in ("head_share", "buffer", "observation", "extra"):
-            found[name] = getattr(config, name)
-    elif analysis == "ablations":
-        found["sparsities"] = list(config.ascending("ablate_at"))
-        variants = (study.first, *study.ablations)
-        found["costs"] = {variant.name: cost_metrics(variant) for variant in variants}
-    elif analysis == "acceptance":
-        found["sparsities"] = draft_sparsities(study)
-        found["sizes"] = list(map(str, draft_sizes(study)))
-        found["computed_for"] = SHAPE
-    return found
 
 
 REPORTS = {

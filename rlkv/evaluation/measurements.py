@@ -150,14 +150,7 @@ def accuracy_of(runs: Sequence[Outcome], full: Outcome | None = None) -> Metrics
 
 
 def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
-    """Return both accuracies and the paired difference, first minus second.
-
-    ``per_seed`` has the difference of each set of heads to the other's mean over seeds, seeds with
-    the same heads once; empty for draws that share the problems, of which none has decoded all of
-    them.
-    """
-    first_by_heads = {run.key: float(run.correct.mean()) for run in first if run.draws == 1}
-    second_by_heads = {run.key: float(run.correct.mean()) for run in second if run.draws == 1}
+    """Return both accuracies and the paired difference, first minus second."""
     first_scores = mean_scores(first)
     second_scores = mean_scores(second)
     test = paired_difference(second_scores, first_scores)
@@ -166,10 +159,6 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Metrics:
         "first": accuracy_of(first),
         "second": accuracy_of(second),
         "difference": asdict(test),
-        "per_seed": {
-            "first": [own - float(second_scores.mean()) for own in first_by_heads.values()],
-            "second": [float(first_scores.mean()) - own for own in second_by_heads.values()],
-        },
         # means over seeds may differ where the same sets of heads occur, but not equally often
         "same_heads": same_keys and not test.changed,
     }

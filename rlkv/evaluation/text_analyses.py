@@ -17,14 +17,12 @@ from rlkv.evaluation.metrics import (
     mean_with_interval,
     ngram_entropy,
     ngram_frequency,
-    paired_difference,
     repetition_rate,
 )
 from rlkv.evaluation.report import (
     AGAINST_FULL,
     FULL_CACHE,
     INTERVALS,
-    LEVEL,
     NOT_AVAILABLE,
     SPARSITY,
     Metrics,
@@ -261,7 +259,6 @@ def budget(study: Study, task: str, page: Page) -> Metrics:
         "full": accuracy_of([full]),
         "methods": methods,
         "dynamic_minus_fixed": differences,
-        "best": [_best(measured) for measured in outcomes.values()],
     }
     titles = [f"{saved:.0%} saved" for saved in savings]
     by_saving = {name: row["savings"] for name, row in methods.items()}
@@ -310,19 +307,6 @@ def _budget_numbers(condition: Condition, outcome: Outcome, full: Outcome) -> Me
         "modes": {mode: found.count(mode) for mode in MODES} if found else None,
         "mean_output_tokens": float(np.mean(outcome.lengths)),
     }
-
-
-def _best(outcomes: dict[str, Outcome]) -> Metrics | None:
-    """Return the most accurate method, and those without a significant difference to it."""
-    if not outcomes:
-        return None
-    method = max(outcomes, key=lambda name: float(outcomes[name].correct.mean()))
-    best = outcomes[method].correct
-    alike = []
-    for name, outcome in outcomes.items():
-        if name != method and paired_difference(best, outcome.correct).p_value >= LEVEL:
-            alike.append(name)
-    return {"method": method, "accuracy": float(best.mean()), "alike": alike}
 
 
 def _dynamic_minus_fixed(

@@ -17,6 +17,7 @@ import io
 import json
 import re
 import reprlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -192,7 +193,7 @@ def _to_header(payload: dict[str, Any]) -> dict[str, Any]:
     header |= {name: payload[name] for name in (*_FIELDS, *_LATER_FIELDS)}
     if heads is not None:
         header["heads"] = list(heads)
-    return header | {"model": payload["model"].to_dict() if payload["model"] else None}
+    return header | {"model": asdict(payload["model"]) if payload["model"] else None}
 
 
 def _from_header(header: Any, path: Path) -> dict[str, Any]:

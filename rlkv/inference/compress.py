@@ -201,7 +201,7 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
         (
             config.guidance_scale not in (None, 1),
             "guidance_scale reads a second text, whose cache would take the place of the first "
-            "one's in session.cache: leave it out",
+            "one's: leave it out",
         ),
         (
             is_assisted,

@@ -38,8 +38,6 @@ _REFUSED = {
     "stop_strings": "pass stopping_criteria=[StopStringCriteria(tokenizer, ...)] instead",
     "synced_gpus": "it runs in one process",
 }
-# settings of generation whose processors remember earlier calls
-_WITH_MEMORY = ("guidance_scale", "watermarking_config")
 _READ = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 
@@ -190,7 +188,6 @@ def _check(
     """Raise ValueError for what the rounds would ignore."""
     others = sorted(set(model_kwargs) - _READ - {cache_argument()})
     positions = model_kwargs.get("position_ids")
-    with_memory = [name for name in _WITH_MEMORY if getattr(config, name, None) not in (None, 1)]
     mode = config.get_generation_mode()
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     cases = [
@@ -200,9 +197,9 @@ def _check(
             "model.generate for it",
         ),
         (
-            bool(with_memory),
+            config.watermarking_config is not None,
             "generate_lossless asks logits processors for drafts too, which may be taken back, but "
-            f"{', '.join(with_memory)} counts every call: leave it out",
+            "watermarking_config counts every call: leave it out",
         ),
         (
             config.return_dict_in_generate,

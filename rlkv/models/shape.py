@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,3 @@ class ModelShape:
             num_query_heads=config.get_text_config(decoder=True).num_attention_heads,
             head_dim=layers[0].head_dim,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -60,11 +60,8 @@ NOT_REORDERED = (
 
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
-    found = [*_unsupported(vllm_config)]
-    if feature in (KEEPING, DRAFTING):
-        found += _unsupported_by_keeping(vllm_config)
-    else:
-        found += _unsupported_by_new_blocks(vllm_config)
+    quantised = FP8_DTYPES if feature in (KEEPING, DRAFTING) else ()
+    found = [*_unsupported(vllm_config), *_unsupported_cache(vllm_config, quantised)]
     if feature != ROLLOUT:
         found += _unsupported_ranks(vllm_config)
     if feature == DRAFTING:
@@ -177,21 +174,14 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
         yield "the second model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
-def _unsupported_by_new_blocks(engine: Any) -> Iterator[str]:
-    """Yield the same for what does not work with blocks that are not the engine's."""
-    cache_dtype = engine.cache_config.cache_dtype
-    if cache_dtype not in PLAIN_DTYPES:
-        yield (
-            f"a quantised KV cache (--kv-cache-dtype {cache_dtype}): leave it at auto, or use "
-            "mode 'keep'"
-        )
-
-
-def _unsupported_by_keeping(engine: Any) -> Iterator[str]:
-    """Yield the same for what was not tried with the engine's own blocks."""
-    cache_dtype = engine.cache_config.cache_dtype
-    if cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
-        yield f"--kv-cache-dtype {cache_dtype}: use one of {', '.join(FP8_DTYPES)}, or auto"
+def _unsupported_cache(engine: Any, quantised: tuple[str, ...]) -> Iterator[str]:
+    """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones."""
+    found = engine.cache_config.cache_dtype
+    if found not in (*PLAIN_DTYPES, *quantised):
+        use = f"use one of {', '.join(quantised)}, or auto"
+        if not quantised:
+            use = "leave it at auto, or use mode 'keep'"
+        yield f"--kv-cache-dtype {found}: {use}"
 
 
 def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:

@@ -11,14 +11,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM
 
 from rlkv.attention.head_gate import (
     HeadGateConfig,
@@ -196,24 +189,6 @@ def test_an_adapter_with_a_nan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers\.1\..*NaN") as raised:
         PeftModel.from_pretrained(make_tiny_model("llama"), tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_layers_with_a_sliding_window_are_left_alone() -> None:
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 8}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
-    torch.manual_seed(0)
-    config = Qwen2Config(use_sliding_window=True, max_window_layers=2, **sizes)
-    base = Qwen2ForCausalLM(config).eval()
-    expected = logits(base)
-    model = gated(base=base)
-    assert [layer for layer, _ in gate_parameters(model)] == [0, 1]
-    assert torch.equal(gates_matrix(model), torch.ones(4, 4))
-    assert (logits(model) - expected).abs().max() < 1e-5
-    randomize(model)
-    assert (logits(model) - expected).abs().max() > 1e-3
-    assert torch.equal(gates_matrix(model)[2:], torch.ones(2, 4))
-    with pytest.raises(ValueError, match="mistral"):
-        gated(base=MistralForCausalLM(MistralConfig(**sizes)))
 
 
 # --- what is refused

@@ -14,6 +14,7 @@ from rlkv.attention.mixed import mix, plain_attention
 from rlkv.attention.softmax import Softmax
 from tests.attention.test_branches import CPU, Padding, make_call, make_states, real_queries
 from tests.attention.test_call import layer
+from tests.helpers.mixed_reference import mixed_by_head_attention
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -0.2])  # of 3 KV heads with 2 query heads each
 KINDS = {
@@ -26,18 +27,10 @@ TOLERANCE = 2e-6  # float32 sums of at most 300 terms of size ~1
 
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: Softmax) -> Tensor:
     """Attend in float64, one query head at a time: mask bool ``[B, 1, Q, K]``."""
-    groups = query.shape[1] // key.shape[1]
-    outputs = []
-    for head in range(query.shape[1]):
-        logits = query[:, head].double() @ key[:, head // groups].double().mT * kind.scale
-        if kind.cap is not None:
-            logits = kind.cap * torch.tanh(logits / kind.cap)
-        weights = logits.exp() * mask[:, 0]
-        total = weights.sum(-1, keepdim=True)
-        if kind.sinks_N is not None:
-            total = total + kind.sinks_N[head].double().exp()
-        outputs.append(weights / total @ value[:, head // groups].double())
-    return torch.stack(outputs, dim=1)
+    states = [state.double() for state in (query, key, value)]
+    heads = torch.ones(key.shape[1], dtype=torch.bool)
+    softmax = (kind.scale, kind.cap, kind.sinks_N)
+    return mixed_by_head_attention(*states, heads, mask[:, 0], mask[:, 0], *softmax).transpose(1, 2)
 
 
 @pytest.mark.parametrize("block", [2**24, 1])

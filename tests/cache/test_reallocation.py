@@ -163,7 +163,8 @@ def storage_bytes(cache: HeadReallocationCache) -> int:
 def test_4096_tokens_at_sparsity_half_are_the_formula_to_the_byte(model: PreTrainedModel) -> None:
     full = torch.zeros(LAYERS * HEADS, dtype=torch.bool)
     full[torch.randperm(12, generator=torch.Generator().manual_seed(0))[:6]] = True
-    cache = HeadReallocationCache(full.view(LAYERS, HEADS), sink=16, window=64, reserve=4096)
+    cache = HeadReallocationCache(full.view(LAYERS, HEADS), sink=16, window=64)
+    cache.state.limit = 4096
     cached_logits(model, draw_ids(1, 4096), cache, [4090] + [1] * 6)
     expected = ENTRY * (6 * 4096 + 6 * 80)
     assert cache.nbytes() == cache.used_nbytes() == storage_bytes(cache) == expected
@@ -172,7 +173,8 @@ def test_4096_tokens_at_sparsity_half_are_the_formula_to_the_byte(model: PreTrai
 
 def test_a_protected_prompt_counted_by_hand(model: PreTrainedModel) -> None:
     """6 full and 6 compressible heads; rows with 14, 11, 3 and 1 tokens of prompt."""
-    cache = HeadReallocationCache(MIXED, SINK, WINDOW, reserve=30, protect_prompt=True)
+    cache = HeadReallocationCache(MIXED, SINK, WINDOW, protect_prompt=True)
+    cache.state.limit = 30
     cached_logits(model, draw_ids(4, 30), cache, [14, *[1] * 16], real_tokens([0, 3, 11, 13], 30))
     assert cache.nbytes() == ENTRY * 4 * (6 * 30 + 6 * (14 + WINDOW))
     assert cache.used_nbytes() == ENTRY * (6 * 4 * 30 + 6 * (14 + 11 + 3 + 3 + 4 * WINDOW))
@@ -183,7 +185,8 @@ def test_a_protected_prompt_counted_by_hand(model: PreTrainedModel) -> None:
 def test_bfloat16_is_cached_as_bfloat16() -> None:
     model = make_tiny_model("llama").to(torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
-    cache = HeadReallocationCache(MIXED, SINK, WINDOW, reserve=20)
+    cache = HeadReallocationCache(MIXED, SINK, WINDOW)
+    cache.state.limit = 20
     assert cached_logits(model, draw_ids(1, 20), cache, [10] + [1] * 10).dtype == torch.bfloat16
     assert cache.nbytes() == ENTRY // 2 * (6 * 20 + 6 * (SINK + WINDOW))
 

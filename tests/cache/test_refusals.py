@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.accounting import KVSizes
@@ -32,7 +32,6 @@ def model() -> PreTrainedModel:
         ({"sink": -1}, "sink is -1"),
         ({"window": 0}, "window is 0"),
         ({"prefill": "none"}, "unknown prefill 'none'"),
-        ({"reserve": -5}, "reserve is -5"),
         ({"eviction": "rkv"}, "eviction is 'rkv'"),
         ({"protect_prompt": "yes"}, "protect_prompt is 'yes'"),
         ({"evict_from": "all"}, "unknown evict_from 'all'"),
@@ -97,11 +96,8 @@ def test_training_with_dropout() -> None:
 
 
 def test_a_model_with_a_sliding_window() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    config = MistralConfig(vocab_size=128, sliding_window=4, **sizes, **heads)
-    config.layer_types = ["sliding_attention"] * 3
-    model = MistralForCausalLM(config).eval()
+    kinds = ["sliding_attention"] * 3
+    model = make_tiny_model("mistral", sliding_window=4, layer_types=kinds)
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(ValueError, match="sliding"):
         model(IDS, past_key_values=HeadReallocationCache(MIXED))

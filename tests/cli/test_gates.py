@@ -66,18 +66,6 @@ def test_what_exists_is_replaced_only_if_asked_for(
     assert mine.read_bytes() != b"mine"
 
 
-@pytest.mark.parametrize("name", ["out.safetensors", "out.tsv", "adapter", "sub/out.pt"])
-def test_convert(gates_file: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = gates_file.parent / name
-    assert run("convert", gates_file, out) == 0
-    dropped = "mean gates, model, sizes and training summary are not in it"
-    assert (dropped in capsys.readouterr().out) == (out.suffix == ".tsv")
-    before = HeadGates.load(gates_file)
-    after = HeadGates.load(out)
-    assert torch.equal(after.alpha, before.alpha)
-    assert (after == before) is (out.suffix != ".tsv")
-
-
 def test_plot(gates_file: Path) -> None:
     heat_map, histogram = gates_file.with_name("map.png"), gates_file.with_name("histogram.png")
     assert run("plot", gates_file, heat_map) == 0

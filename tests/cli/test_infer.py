@@ -107,13 +107,6 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
         assert held == 6 * (tokens + first + 6) * ENTRY
 
 
-def test_compare_full_at_sparsity_zero_gives_the_same_text_twice(ask: Ask) -> None:
-    out, err = ask("--sparsity", 0, "--compare-full", *PROMPT)
-    first, second = [line for line in out.splitlines() if line.strip()]
-    assert first == second
-    assert "the same tokens" in err
-
-
 # --- files
 
 

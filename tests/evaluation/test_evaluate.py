@@ -31,6 +31,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import write_jsonl
+from tests.helpers.gates import tiny_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import make_tiny_model
 from tests.helpers.plain_decoding import decode
@@ -43,11 +44,8 @@ METHODS = ("full", "mine@0.5", "mine@0.5+rkv@24:buffer=4", "mine@0.5+full:rkv@24
 
 @pytest.fixture(scope="module")
 def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, _ = tiny.load()
     path = tmp_path_factory.mktemp("gates") / "gates.pt"
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    shape = ModelShape.from_config(model.config, "tiny")
-    HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16).save(path)
+    tiny_gates().save(path)
     return path
 
 

@@ -132,7 +132,6 @@ def test_a_study(inputs: Path, tmp_path: Path) -> None:
         if any("random" in request for request in condition["requested_as"]):
             assert int((~full).sum()) in (total // 2, 1)
     analyses = content["analyses"]
-    assert analyses["sensitivity"]["total_heads"] == total
     of_gates = analyses["gates"]["methods"]["a"][0]
     assert of_gates["heads"] == total
     alpha = HeadGates.load(inputs / "a.pt").alpha[gated]

@@ -8,11 +8,19 @@ from typing import Any
 
 
 def shortened(entries: dict[str, Any]) -> dict[str, Any]:
-    """Replace what is long and equal to an earlier entry by that entry's name."""
+    """Replace what is long and equal to an earlier entry, also in an entry, by its name."""
+    names: dict[str, str] = {}
+
+    def short(value: Any) -> Any:
+        text = json.dumps(value, sort_keys=True)
+        if text in names and len(text) > 60:
+            return f"as {names[text]}"
+        return {name: short(of) for name, of in value.items()} if isinstance(value, dict) else value
+
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        same = [other for other, of in found.items() if of == value and len(json.dumps(value)) > 60]
-        found[name] = f"as {same[0]}" if same else value
+        found[name] = short(value)
+        names.setdefault(json.dumps(value, sort_keys=True), name)
     return found
 
 

@@ -112,16 +112,27 @@ def describe(path: Path) -> Any:
     return None
 
 
-def record_files(folder: Path) -> dict[str, Any]:
-    """Describe every file that the runs have left; what is in checkpoints may change."""
+def record_files(folder: Path, elsewhere: set[str]) -> dict[str, Any]:
+    """Describe every file that the runs have left; what is in checkpoints may change.
+
+    elsewhere: files of which all of the content is recorded.
+    """
+    from rlkv import HeadGates
+
     found: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = re.sub(r"[0-9a-f]{12}", "*", str(path.relative_to(folder)))
         if "checkpoint-" in name:
             found[re.sub(r"(checkpoint-\d+)/.*", r"\1/", name)] = None
         elif name not in found:
-            found[name] = describe(path)
-    return shortened(found)
+            found[name] = None if name in elsewhere else describe(path)
+    trained = {}
+    for name, path in GATES.items():
+        if (folder / path).exists():
+            training = json.loads(json.dumps(HeadGates.load(folder / path).training))
+            trained[f"the training of {name} in gates.json"] = schema(training)
+    short = shortened(trained | found)
+    return {name: short[name] for name in found}
 
 
 def record_gates(folder: Path) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def record_logs(folder: Path, sent: dict[str, Any]) -> dict[str, Any]:
         name = str(path.relative_to(folder))
         if not name.startswith(("a/", "b/")):
             logs[name] = content(rows_of(path))
-    return {**logs, "W&B": sent}
+    return {**shortened(logs), "W&B": shortened(sent)}
 
 
 def watch_wandb() -> dict[str, Any]:
@@ -243,12 +254,16 @@ def record(folder: Path) -> dict[str, Any]:
             print(f"{name}: exit code {said[name].code}: {said[name].err[-2000:]}", file=sys.stderr)
     print(f"seconds: {seconds}", file=sys.stderr)
     codes = {name: text.code for name, text in said.items()}
-    return {
-        "files": {"exit codes": codes, **record_files(folder)},
-        "gates": record_gates(folder),
+    whole = {
         "logs": record_logs(folder, sent),
         "texts": record_texts(folder, said),
         "results": record_results(folder),
+    }
+    elsewhere = {name for of in whole.values() for name in of}
+    return {
+        "files": {"exit codes": codes, **record_files(folder, elsewhere)},
+        "gates": record_gates(folder),
+        **whole,
         "options": record_options(),
         "api": record_api(),
     }

@@ -28,6 +28,7 @@ from rlkv.benchmarks.turns import relative_error, timed
 from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.footprint import free_memory
 from tests.gpu.conftest import SINK, WINDOW, Twins
+from tests.helpers.mixed_reference import local_mask
 
 Record = Callable[[str, Any], None]
 EXACT_UP_TO = 1024  # tokens with a float64 reference; beyond it float32, which all GPUs are fast at
@@ -46,17 +47,10 @@ def gated(model: Any, alpha_LH: Tensor) -> Any:
     return copied
 
 
-def visible_keys(real_T: Tensor, sink: int, window: int) -> Tensor:
-    """Return what each query of a row sees: bool ``[T, T]`` (query, key).
-
-    Of the keys up to its own the first ``sink`` real ones and the last ``window``; a padding query
-    sees itself.
-    """
-    order = torch.arange(len(real_T), device=real_T.device)
-    rank = real_T.cumsum(0) - 1
-    distance = order[:, None] - order
-    kept = (distance < window) | (rank < sink)
-    return (kept & (distance >= 0) & real_T) | (distance == 0)
+def visible_keys(real_BT: Tensor, sink: int, window: int) -> Tensor:
+    """Return what each query sees: bool ``[B, T, T]``; a padding query sees itself."""
+    itself = torch.eye(real_BT.shape[1], dtype=torch.bool, device=real_BT.device)
+    return local_mask(real_BT, sink, window) | itself
 
 
 @pytest.mark.parametrize("gates", ["1", "0", "between"])
@@ -69,7 +63,7 @@ def test_mixed_attention_equals_float64(gates: str, twins: Twins, record_propert
         if gates == "1":
             wanted = texts.read_at_once(twins.exact)
         elif gates == "0":
-            seen = torch.stack([visible_keys(real_T, SINK, WINDOW) for real_T in texts.real])
+            seen = visible_keys(texts.real, SINK, WINDOW)
             wanted = texts.read_at_once(twins.exact, seen[:, None])
         else:
             wanted = texts.read_at_once(gated(twins.exact, alpha))
@@ -158,8 +152,8 @@ class Case:
     def wanted(self, states: list[Tensor], weight: Tensor, row: int) -> list[Tensor]:
         """Return what ``attend`` should give for a row, by an explicit mask, head by head."""
         wide = torch.float64 if self.length <= EXACT_UP_TO else torch.float32
-        real_T = self.padding(weight.device)[row]
-        visible = visible_keys(real_T, self.sizes.sink, self.sizes.window)
+        real = self.padding(weight.device)[row : row + 1]
+        (visible,) = visible_keys(real, self.sizes.sink, self.sizes.window)
         heads = []
         for head in range(self.kv_heads):
             own = slice(head * self.group, (head + 1) * self.group)

@@ -19,6 +19,7 @@ from rlkv.rollout.footprint import GIB
 from rlkv.utils.devices import attention_kernels
 from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
 from tests.helpers.decode_kernel import STEPS, KernelRun, Shape
+from tests.helpers.gaps import wrong_entries
 from tests.helpers.models import make_tiny_model
 
 Record = Callable[[str, Any], None]
@@ -184,10 +185,6 @@ def test_a_model_decodes_by_it_as_without_it(
 
 # --- the kernel of the vLLM plugin
 
-FILL = -7  # what lies around the kernel's output, and must stay
-# (queries of this step, tokens) of each request: decoding, prompts in one or several pieces, none
-REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 5000)]
-REQUESTS.append((0, 0))
 SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
 
 
@@ -197,30 +194,5 @@ def test_gaps_are_cut_out_of_block_tables(
     block: int, sink: int, window: int, device: torch.device
 ) -> None:
     pytest.importorskip("triton")
-    from rlkv.kernels.gaps import cut_gaps
-
     torch.manual_seed(0)
-    rows = len(REQUESTS)
-    columns = 5000 // block + 3
-    table = torch.randint(1, 9999, (rows, columns), dtype=torch.int32)
-    starts = torch.tensor([0] + [queries for queries, _ in REQUESTS]).cumsum(0).int()
-    lengths = torch.tensor([tokens for _, tokens in REQUESTS]).int()
-    sinks = torch.full((rows,), sink).int()
-    wanted_table = torch.full((rows + 1, columns + 9), FILL)
-    wanted_lengths = torch.full((rows + 1,), FILL)
-    own_table = wanted_table.int().to(device)
-    own_lengths = wanted_lengths.int().to(device)
-    unused = torch.zeros_like(wanted_table, dtype=torch.bool)  # behind the last block
-    for row, (queries, tokens) in enumerate(REQUESTS):
-        first = max(tokens - queries - window + 1, 0) // block
-        order = torch.arange(columns)
-        kept = table[row, (order < -(-sink // block)) | (order >= first)]
-        wanted_table[row, : len(kept)] = kept
-        unused[row, len(kept) : columns] = True
-        wanted_lengths[row] = tokens - block * (columns - len(kept))
-    inputs = [tensor.to(device) for tensor in (table, lengths, starts, sinks)]
-    cut_gaps(*inputs, block, window, (own_table[:rows, :columns], own_lengths[:rows]))
-    assert torch.equal(
-        own_table.cpu().masked_fill(unused, FILL).long(), wanted_table.masked_fill(unused, FILL)
-    )
-    assert torch.equal(own_lengths.cpu().long(), wanted_lengths)
+    assert wrong_entries(block, sink, window, 150, device) == 0

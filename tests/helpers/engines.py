@@ -425,6 +425,19 @@ def block_manager(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
 
+def check_all_free(llm: Any) -> None:
+    """No request holds a block; the null block is never free."""
+    pool = block_manager(llm).block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def drafted_and_accepted(llm: Any) -> list[int]:
+    """The numbers of tokens that were proposed and accepted so far."""
+    names = ("draft_tokens", "accepted_tokens")
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    return [values[f"vllm:spec_decode_num_{name}"].value for name in names]
+
+
 def held_blocks(llm: Any) -> int:
     """Blocks of all requests now."""
     managers = block_manager(llm).coordinator.single_type_managers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import rlkv
 from rlkv import HeadGates
 from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from tests.helpers.families import FAMILIES, Family, make_family
-from tests.helpers.mixed_reference import local_mask
+from tests.helpers.mixed_reference import reference_logits
 
 SINK = 1
 WINDOW = 3
@@ -35,73 +33,6 @@ NEW = 8
 TOLERANCE = 1e-4
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
 GREEDY |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
-
-_current: dict[str, Any] = {}
-
-
-def _reference_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend under the stock mask, in chosen heads under the local one too."""
-    mask = attention_mask
-    group = query.shape[1] // key.shape[1]
-    if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
-    if mask.dtype != torch.bool:
-        mask = mask >= 0
-    mask = mask.expand(query.shape[0], query.shape[1], -1, -1)
-    full_H = _current["full"].get(getattr(module, "layer_idx", None))
-    if full_H is not None:
-        assert len(full_H) == key.shape[1], f"the table has {len(full_H)} heads"
-        local = _current["local"][:, None] | full_H.repeat_interleave(group)[None, :, None, None]
-        mask = mask & local
-    key = key.repeat_interleave(group, dim=1)
-    value = value.repeat_interleave(group, dim=1)
-    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, -1e30)
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-def _always_a_mask(**call: Any) -> Tensor | None:
-    return sdpa_mask(**call | {"allow_is_causal_skip": False})
-
-
-AttentionInterface.register("rlkv_plain_reference", _reference_attention)
-AttentionMaskInterface.register("rlkv_plain_reference", _always_a_mask)
-
-
-@torch.no_grad()
-def reference_logits(
-    model: PreTrainedModel, ids: Tensor, real: Tensor, full: Mapping[int, Tensor]
-) -> Tensor:
-    """Return logits in which the heads that are False in ``full[layer]`` see S + W tokens.
-
-    Layers that ``full`` does not name are left as they are.
-    """
-    before = model.config._attn_implementation
-    model.set_attn_implementation("rlkv_plain_reference")
-    # padding queries see themselves, so that their softmax is defined
-    local = local_mask(real, SINK, WINDOW) | torch.eye(ids.shape[1], dtype=torch.bool)
-    _current.update(full=full, local=local)
-    try:
-        return _logits(model, ids, real)
-    finally:
-        model.set_attn_implementation(before)
 
 
 @torch.no_grad()
@@ -165,7 +96,7 @@ def gates_at_one(case: Case) -> None:
 def gates_at_zero(case: Case) -> None:
     gated = case.gated(0.0)
     none_full = {layer: torch.zeros(n) > 0 for layer, n in case.heads(gated).items()}
-    expected = reference_logits(case.model, case.ids, case.whole, none_full)
+    expected = reference_logits(case.model, case.ids, none_full, SINK, WINDOW)
     close(_logits(gated, case.ids, case.whole), expected, "logits")
     assert (expected - case.stock).abs().max() > TOLERANCE, "the mask hides nothing"
 
@@ -233,7 +164,7 @@ def reallocated(case: Case) -> None:
     chosen = {layer: full[layer, :number] for layer, number in heads.items()}
     assert any(not bool(row.all()) for row in chosen.values()), "no head is compressed"
     real = torch.cat([case.real, torch.ones(2, NEW) > 0], dim=1)
-    forced = reference_logits(case.model, out.sequences, real, chosen)
+    forced = reference_logits(case.model, out.sequences, chosen, SINK, WINDOW, real=real)
     close(torch.stack(out.logits, 1), forced[:, LENGTH - 1 : -1], "logits")
     assert cache is not None
     assert cache.used_nbytes() < cache.full_nbytes(), "nothing is saved"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from rlkv import tiny
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 
@@ -26,3 +27,10 @@ def make_gates(**changes: object) -> HeadGates:
         training={"steps": 60, "curve": [0.1, 1 / 3], "note": None, "nested": {"é": True}},
     )
     return replace(gates, **changes)  # type: ignore[arg-type]
+
+
+def tiny_gates() -> HeadGates:
+    """Random gates for the built-in model tiny."""
+    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    shape = ModelShape.from_config(tiny.load()[0].config, "tiny")
+    return HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16)

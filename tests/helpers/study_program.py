@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rlkv import tiny
 from rlkv.cli.app import parse
 from rlkv.evaluation.analyses import run_study
 from rlkv.evaluation.study import StudyConfig
-from rlkv.gates.head_gates import HeadGates
-from rlkv.models.shape import ModelShape
+from tests.helpers.gates import tiny_gates
 
 TOKENS = 45
 NUM_PROBLEMS = 5
@@ -24,14 +22,11 @@ def write_inputs(folder: Path) -> Path:
 
     A training log next to a.
     """
-    model, _ = tiny.load()
-    shape = ModelShape.from_config(model.config, "tiny")
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+    gates = tiny_gates()
+    alpha = gates.alpha
     for name, values in (("a", alpha), ("b", alpha.square()), ("c", 1 - alpha)):
         (folder / name).mkdir()
-        HeadGates(values, model=shape, deploy_sink=4, deploy_window=16).save(
-            folder / name / "gates.pt"
-        )
+        replace(gates, alpha=values).save(folder / name / "gates.pt")
     (folder / "a" / "log.jsonl").write_text('{"time/step_s": 9.0, "time/step_cpu_s": 7.0}\n')
     problems = tiny.problems(NUM_PROBLEMS, seed=3, min_definitions=3, max_definitions=5)
     (folder / "problems.jsonl").write_text(

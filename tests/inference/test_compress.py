@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 import rlkv
 from rlkv import HeadAllocation, HeadGates
@@ -26,6 +19,7 @@ from rlkv.inference.engine import InferenceEngine
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.cached_logits import MIXED as HEADS
+from tests.helpers.families import make_family
 from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
@@ -303,21 +297,8 @@ def test_sizes_are_those_of_the_gates_unless_given(llama: PreTrainedModel) -> No
 
 @pytest.mark.filterwarnings("ignore:.*not changed")
 def test_sliding_layers_are_left_alone() -> None:
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    model = Gemma3ForCausalLM(config).eval()
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = make_tiny_model("gemma3", num_hidden_layers=4, sliding_window=8, layer_types=kinds)
     ids = prompt(2, 20)
     stock = model.generate(ids, **GREEDY)
     with rlkv.compress(model, eviction=RKV(budget=100)) as session:
@@ -359,10 +340,7 @@ def test_sliding_layers_are_left_alone() -> None:
 
 
 def test_a_model_without_rope_is_served_with_a_warning() -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=128)
-    model = GPT2LMHeadModel(config).eval()
-    model.generation_config.pad_token_id = 0
+    model = make_family("gpt2", vocab_size=128, n_positions=128)
     stock = model.generate(prompt(), **GREEDY)
     with pytest.warns(UserWarning, match="gpt2"), rlkv.compress(model, eviction=RKV(budget=100)):
         assert torch.equal(model.generate(prompt(), **GREEDY), stock)

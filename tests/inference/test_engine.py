@@ -137,19 +137,6 @@ def test_a_chat_keeps_its_first_question_where_the_prompt_is_protected() -> None
     assert "protect_prompt" not in plain
 
 
-def test_seeds_fix_samples_and_leave_the_global_state_alone() -> None:
-    engine = make_engine()
-    ids = engine.tokenize([render_prompt(engine.tokenizer, QUESTIONS[0])])[0]
-    before = torch.random.get_rng_state()
-    found = []
-    for seed in (1, 1, 2):
-        found.append(engine.reply(ids, SamplingParams(15, temperature=1.0, seed=seed)).completion)
-    assert found[0] == found[1] != found[2]
-    assert torch.equal(torch.random.get_rng_state(), before)
-    with pytest.raises(ValueError, match="prompt"):
-        engine.reply([], GREEDY)
-
-
 def test_usages_add_up() -> None:
     total = Usage(10, 2.0, 100, 400) + Usage(20, 3.0, 150, 300)
     assert (total.tokens, total.seconds, total.kv_bytes, total.kv_bytes_full) == (30, 5.0, 100, 400)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import rlkv
@@ -17,6 +17,7 @@ from rlkv.inference.lossless import accept_sampled
 from rlkv.models.shape import ModelShape
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.cached_logits import draw_ids, real_tokens
+from tests.helpers.families import make_family
 from tests.helpers.models import SOFTMAXES, make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
@@ -79,12 +80,10 @@ def test_learned_sinks_and_capped_logits_are_drafted_too(kind: str) -> None:
 
 
 def test_texts_that_fill_all_learned_positions() -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128}
-    model = GPT2LMHeadModel(GPT2Config(n_positions=40, **sizes)).eval()
+    model = make_family("gpt2", vocab_size=128, n_positions=40)
     given = GREEDY | {"max_new_tokens": 28}
     out = rlkv.generate_lossless(
-        model, IDS, HeadAllocation(torch.zeros(2, 2, dtype=torch.bool)), **SIZES, **PADDED, **given
+        model, IDS, HeadAllocation(torch.zeros(2, 4, dtype=torch.bool)), **SIZES, **PADDED, **given
     )
     assert torch.equal(out.sequences, model.generate(IDS, **PADDED, **given))
 
@@ -254,8 +253,8 @@ def test_sampling_from_one_token_is_greedy(model: PreTrainedModel) -> None:
         ({"stop_strings": ["a"]}, "does not take stop_strings: pass stopping_criteria="),
         ({"num_beams": 2}, "greedily or samples, without beam_search"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "greedily or samples, without contrastive_search"),
-        ({"guidance_scale": 1.5}, "but guidance_scale counts every call"),
-        ({"guidance_scale": 0.0}, "but guidance_scale counts every call"),
+        ({"guidance_scale": 1.5}, "guidance_scale reads a second text"),
+        ({"guidance_scale": 0.0}, "guidance_scale reads a second text"),
         ({"stopping_criteria": [lambda ids, scores: ids[:, -1] == 5]}, "pass one, or one row"),
         ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
         ({"streamer": Tokens()}, "a streamer takes one row, not 3"),

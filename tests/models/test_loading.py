@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ GPU = torch.device("cuda")
 def test_shape_of_a_config(family: str) -> None:
     shape = ModelShape.from_config(make_tiny_model(family).config, "own/name")
     assert shape == ModelShape("own/name", family, 3, 4, 8, 16)
-    assert ModelShape(**shape.to_dict()) == shape
+    assert ModelShape(**asdict(shape)) == shape
 
 
 def test_shape_of_configs_that_leave_fields_out() -> None:

@@ -284,6 +284,9 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     for option, value in (("--port", "65536"), ("--engine", "sglang")):
         with pytest.raises(ValueError, match=f"{option} '?{value}"):
             parse(SERVE.ServeConfig, arguments=[option, value])
+    for kv_gib in (0, -1):
+        with pytest.raises(ValueError, match=f"--kv-gib.* {kv_gib}"):
+            SERVE.ServeConfig(kv_gib=kv_gib).check()
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:

@@ -207,25 +207,10 @@ def test_a_run_on_a_hybrid(curriculum: Path, tmp_path: Path) -> None:
     assert "layer 2" not in shown
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"curriculum": "x.jsonl"}, "x.jsonl: there is no such file"),
-        ({"elimination_traces": 7}, "7.*has only 6"),
-        ({"window": 2000}, "sink 4 and window 2000 cover the longest of the 5 solutions"),
-    ],
-)
-def test_what_does_not_fit_is_named(
-    changed: dict[str, object], named: str, curriculum: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        run(tmp_path / "run", **{"curriculum": curriculum, **changed})
+def test_sizes_that_cover_all_solutions_are_named(curriculum: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sink 4 and window 2000 cover the longest of the 5 sol"):
+        run(tmp_path / "run", curriculum, window=2000)
     assert not (tmp_path / "run").exists()
-
-
-def test_solutions_are_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"no solutions to measure heads on.*--curriculum"):
-        score_heads(*parse_config(["--config", "tiny", "--finder", "attention", "--use-cpu"]))
 
 
 @pytest.mark.parametrize(

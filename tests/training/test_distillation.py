@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Olmo3Config, Olmo3ForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import rlkv
 from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
@@ -338,19 +338,9 @@ def test_settings_that_contradict_each_other_are_refused(
 
 def test_a_hybrid_trains_and_exports_the_gates_of_its_full_layers(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "num_hidden_layers": 4}
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = Olmo3Config(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-        layer_types=kinds,
-        max_position_embeddings=512,
-        **sizes,
-    )
-    torch.manual_seed(0)
-    model = Olmo3ForCausalLM(config).eval()
+    model = make_family("olmo3", layer_types=kinds, **sizes)
     settings = parse_distill_config([*OPTIONS.split(), "--output-dir", str(tmp_path)])
     gates = distill_gates(settings, model, tokenizer)
     assert gates.heads == (0, 2, 0, 2)

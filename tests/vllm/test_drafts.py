@@ -14,8 +14,9 @@ from tests.helpers.engines import (
     SINK,
     WINDOW,
     Served,
-    block_manager,
+    check_all_free,
     check_equal,
+    drafted_and_accepted,
     engine,
     generate,
     need_vllm,
@@ -35,13 +36,6 @@ LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 DRAFTS = {"speculative_config": ITSELF, "disable_log_stats": False}
 
 
-def counted(llm: Any) -> tuple[int, int]:
-    """Drafted and accepted tokens."""
-    found = {metric.name: metric for metric in llm.get_metrics()}
-    drafted = found["vllm:spec_decode_num_draft_tokens"].value
-    return drafted, found["vllm:spec_decode_num_accepted_tokens"].value
-
-
 @pytest.mark.engine("lossless")
 def test_tokens_are_the_full_models(serving: Serving) -> None:
     prompts = random_prompts((150, 180, 200, 220, 240, 260), seed=2)
@@ -52,10 +46,9 @@ def test_tokens_are_the_full_models(serving: Serving) -> None:
     assert preempted
     assert again[0].num_cached_tokens >= 4 * BLOCK
     assert check_equal(serving.served, 0.0, outputs + again) == 1480
-    drafted, accepted = counted(serving.llm)
+    drafted, accepted = drafted_and_accepted(serving.llm)
     assert 0 < accepted < drafted
-    pool = block_manager(serving.llm).block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    check_all_free(serving.llm)
 
 
 @pytest.mark.engine("lossless")
@@ -64,8 +57,8 @@ def test_sampled_tokens_have_the_full_models_log_probabilities(serving: Serving)
     assert check_equal(serving.served, 0.0, outputs, greedy=False) == 240
 
 
-@pytest.mark.engine("lossless")
-def test_the_likeliest_token_is_drawn_if_no_other_may_be(serving: Serving) -> None:
+@pytest.mark.parametrize("served_by", ["drafts", "lossless"])
+def test_the_likeliest_token_is_drawn_if_no_other_may_be(serving: Serving, served_by: str) -> None:
     """The engine's sampler loses top_k and top_p of verified tokens on a CPU."""
     prompts = random_prompts((40, 90))
     greedy = [list(one.outputs[0].token_ids) for one in generate(serving.llm, prompts, 60)]
@@ -88,8 +81,7 @@ def test_a_text_up_to_the_longest_and_aborted_ones(serving: Serving) -> None:
     own.abort_request(["a", "b"])
     outputs = generate(serving.llm, random_prompts((longest - 45, 20), seed=4), 60)
     assert check_equal(serving.served, 0.0, outputs) == 45 + 60
-    pool = block_manager(serving.llm).block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    check_all_free(serving.llm)
 
 
 @pytest.mark.usefixtures("alone")
@@ -97,7 +89,7 @@ def test_drafts_of_all_heads_are_accepted(llama: Served) -> None:
     with engine(llama, llama.request(0.0, **LOSSLESS), **DRAFTS) as llm:
         outputs = generate(llm, random_prompts(LENGTHS), 81)  # 1 of the prompt, 4 of each round
         assert check_equal(llama, 0.0, outputs) == 6 * 81
-        assert counted(llm) == (6 * 60, 6 * 60)
+        assert drafted_and_accepted(llm) == [6 * 60, 6 * 60]
 
 
 @pytest.mark.usefixtures("alone")

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rlkv import tiny
 from rlkv.cli.jobs import run_eval
 from rlkv.evaluation.decoders import VLLMDecoder
-from rlkv.gates.head_gates import HeadGates
-from rlkv.models.shape import ModelShape
 from tests.helpers.engines import Engines, need_vllm
+from tests.helpers.gates import tiny_gates
 from tests.helpers.results import stable
 
 need_vllm()
@@ -51,11 +48,8 @@ def eager(engines: Engines) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, _ = tiny.load()
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    shape = ModelShape.from_config(model.config, "tiny")
     file = tmp_path_factory.mktemp("gates") / "gates.safetensors"
-    HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16).save(file)
+    tiny_gates().save(file)
     return file
 
 

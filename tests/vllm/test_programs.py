@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
@@ -27,11 +26,11 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.prompts import render_prompt
-from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.vllm.engine import VLLMEngine
 from tests.helpers.engines import need_vllm, save_adapter
 from tests.helpers.exit_code import exit_code
+from tests.helpers.gates import tiny_gates
 from tests.helpers.served import ServedModel, post, served_model
 
 need_vllm()
@@ -42,12 +41,7 @@ N, TOKENS = 6, 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    model, _ = tiny.load()
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    shape = ModelShape.from_config(model.config, "tiny")
-    HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16).save(
-        folder / "gates.safetensors"
-    )
+    tiny_gates().save(folder / "gates.safetensors")
     drawn = tiny.problems(N, seed=11, min_definitions=3, max_definitions=8)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in drawn))
     return folder

@@ -26,7 +26,9 @@ from tests.helpers.engines import (
     Engines,
     Served,
     block_manager,
+    check_all_free,
     check_equal,
+    drafted_and_accepted,
     engine,
     generate,
     held_blocks,
@@ -75,8 +77,7 @@ def test_preempted_requests_go_on_as_before(serving: Serving, served_by: str) ->
     prompts = random_prompts((150, 180, 200, 220, 240, 260), seed=2)
     preempted = watch_preemptions(serving.llm)
     outputs = generate(serving.llm, prompts, 160)
-    pool = block_manager(serving.llm).block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    check_all_free(serving.llm)
     assert preempted
     assert serving.check(outputs) == 960
 
@@ -123,7 +124,6 @@ def test_a_prefix_outlasts_pressure_while_its_request_runs(
     core = serving.llm.llm_engine
     assert core.reset_prefix_cache()
     preempted = watch_preemptions(serving.llm)
-    pool = block_manager(serving.llm).block_pool
     (manager,) = (
         manager
         for manager in block_manager(serving.llm).coordinator.single_type_managers
@@ -159,14 +159,7 @@ def test_a_prefix_outlasts_pressure_while_its_request_runs(
         core.step()
     core.abort_request(list(core.engine_core.engine_core.scheduler.requests), internal=True)
     core.step()
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
-
-
-def drafted_and_accepted(llm: Any) -> list[int]:
-    """Return the numbers of tokens that were proposed and accepted so far."""
-    names = ("draft_tokens", "accepted_tokens")
-    values = {metric.name: metric for metric in llm.get_metrics()}
-    return [values[f"vllm:spec_decode_num_{name}"].value for name in names]
+    check_all_free(serving.llm)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +192,7 @@ def test_tokens_with_drafts_of_n_grams(
     plain = generate(serving.llm, prompts, 160)
     assert drafted_and_accepted(serving.llm)[1] == after[1]  # nor any left from before
     assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in outputs]
-    pool = block_manager(serving.llm).block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-
-@pytest.mark.engine("drafts")
-def test_verified_tokens_are_drawn_by_the_requests_own_top_k(serving: Serving) -> None:
-    """The engine's sampler loses it on a CPU."""
-    prompts = random_prompts((40, 90), seed=2)
-    greedy, sampled = (
-        generate(serving.llm, prompts, 100, **sampling)
-        for sampling in ({}, {"temperature": 0.7, "top_k": 1})
-    )
-    assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in greedy]
+    check_all_free(serving.llm)
 
 
 @pytest.mark.engine("protect")
