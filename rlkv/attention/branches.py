@@ -33,18 +33,20 @@ def grouped_attention(
 ) -> Tensor:
     """Attend from groups of query heads without copies of their keys, where torch can do it."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.is_cuda and not _flash_attention_takes(query, mask):
+    if groups > 1 and query.is_cuda and not _flash_attention_takes(query, key, value, mask):
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
     return softmax.attend(query, key, value, mask, causal)
 
 
-def _flash_attention_takes(query: Tensor, mask: Tensor | None) -> bool:
+def _flash_attention_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether flash attention serves the call: torch's only fused GPU kernel with groups.
 
     Without it all scores would be held at once.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
+    if key.shape[-1] != value.shape[-1] or key.shape[-1] > 256:
+        return False
     return mask is None and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 

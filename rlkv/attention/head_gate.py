@@ -10,6 +10,7 @@ without a network.  A gate cannot be merged into the weights: it chooses between
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -322,10 +323,15 @@ class HeadGateModel(BaseTuner):
         """Refuse an adapter's file whose gates are NaN, or of other modules, which peft skips."""
         found = {name for name in state_dict if f".{PREFIX}" in name}
         for name in found:
-            if not bool(state_dict[name].isfinite().all()):
+            gates = state_dict[name]
+            if not bool(gates.isfinite().all()):
                 raise ValueError(
                     f"{name} holds gates that are NaN or infinite: expected numbers in [0, 1]"
                 )
+            clipped = gates.clamp(0, 1)
+            if not torch.equal(clipped, gates):
+                warnings.warn(f"{name} holds gates outside of [0, 1], clipped", stacklevel=2)
+                state_dict[name] = clipped
         adapters = {name.rpartition(".")[2] for name in found}
         own = set()
         for name, module in self.named_modules():
@@ -410,7 +416,14 @@ def gate_values(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
-    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates that there are."""
+    """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates that there are.
+
+    Raises:
+        ValueError: for a matrix of another shape than :func:`gates_matrix`.
+    """
+    shape = list(gates_matrix(model).shape)
+    if list(alpha_LH.shape) != shape:
+        raise ValueError(f"the model has gates {shape}, the matrix is {list(alpha_LH.shape)}")
     for layer, parameter in gate_parameters(model):
         parameter.copy_(alpha_LH[layer, : len(parameter)])
 

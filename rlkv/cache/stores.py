@@ -24,7 +24,7 @@ GROWTH = GRANULE = 16
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None) -> int:
-    """Return the entries of the next buffer, without headroom beyond ``limit``.
+    """Return the entries of the next buffer, up to ``limit`` unless it must hold more.
 
     Args:
         capacity: entries of the buffer so far.

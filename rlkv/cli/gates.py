@@ -31,7 +31,7 @@ from rlkv.utils.files import check_new
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
 Gates = Annotated[Positional[str], arg(metavar="GATES", help="Gates file, folder or hub address.")]
-Out = Annotated[Positional[Path], arg(metavar="OUT")]
+Out = Annotated[Positional[str], arg(metavar="OUT")]  # a path would lose the / of a folder
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Pull:
             raise ValueError(
                 f"{self.address}: not on the hub: give hf://owner/name, or use rlkv-gates convert"
             )
-        check_new(self.out, self.overwrite)
+        check_new(Path(self.out), self.overwrite)
 
     def run(self) -> None:
         loaded = HeadGates.load(self.address)
@@ -156,7 +156,7 @@ class _Writes:
     """Replace OUT if it exists."""
 
     def check(self) -> None:
-        check_new(self.out, self.overwrite)
+        check_new(Path(self.out), self.overwrite)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Convert(_Writes):
     def run(self) -> None:
         loaded = HeadGates.load(self.gates)
         loaded.save(self.out)
-        if self.out.suffix == ".tsv":
+        if self.out.endswith(".tsv"):
             print(
                 "a .tsv holds the gates alone: mean gates, model, sizes and training summary are "
                 "not in it"
@@ -195,7 +195,7 @@ class Plot(_Writes):
         from rlkv.gates.publish import plot_gates, plot_histogram
 
         plot = plot_histogram if self.histogram else plot_gates
-        plot(HeadGates.load(self.gates), self.out)
+        plot(HeadGates.load(self.gates), Path(self.out))
         print(self.out)
 
 
@@ -227,6 +227,10 @@ class Diff:
                 f"cannot compare {self.a} ({sizes[0]}) with {self.b} ({sizes[1]}): they "
                 "belong to different models"
             )
+        models = [gates.model for gates in (first, second)]
+        if None not in models and models[0] != models[1]:
+            names = [of.model_id for of in models if of is not None]
+            print(f"of two models: {names[0]}, {names[1]}")
         change = second.alpha - first.alpha
         print(f"Spearman correlation  {_correlation(first, second)}")
         own = change[first.gated]

@@ -294,15 +294,13 @@ def write_report(folder: Path, done: Evaluation) -> None:
 
 def _begun(folder: Path, done: Evaluation) -> str:
     """Say which rows another commit, batch size or machine began, if not all are of the same."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, None]] = {}  # names in their order
     for task, method in done.rows:
         for recorded in recorded_of_rows(folder / task.replace(":", "_") / method):
             facts = f"{recorded['batch_size']} texts at once, commit {recorded['commit']}"
             if "hardware" in recorded:
                 facts += f", {recorded['hardware']}"
-            names = groups.setdefault(facts, [])
-            if f"{task} {method}" not in names:
-                names.append(f"{task} {method}")
+            groups.setdefault(facts, {})[f"{task} {method}"] = None
     if len(groups) < 2:
         return ""
     described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())

@@ -227,7 +227,8 @@ def run_method(
 def recorded_of_rows(folder: Path) -> list[dict[str, Any]]:
     """Return what each shard in ``folder`` recorded when it was begun: commit, batch size..."""
     shards = sorted(folder.glob(f"{ROWS}-*-of-*.jsonl"))
-    return [read_json(settings_path(shard))["recorded"] for shard in shards]
+    begun = [shard for shard in shards if shard.stat().st_size]
+    return [read_json(settings_path(shard))["recorded"] for shard in begun]
 
 
 def run_in_background(jobs: Iterable[Callable[[], None]], most_open: int) -> None:

@@ -551,7 +551,9 @@ def policy_templates(
         policy = make_policy(name, **sizes)
         found[name] = policy
         if config.prompt_variants:
-            other = replace(policy, protect_prompt=not policy.protect_prompt)
+            protects = not policy.protect_prompt
+            sink = 0 if protects else policy.sink
+            other = replace(policy, protect_prompt=protects, sink=sink)
             found[f"{name} (prompt {'kept' if other.protect_prompt else 'evictable'})"] = other
     return extra, found
 

@@ -126,7 +126,8 @@ class EvictionPolicy(ABC):
         sink: first entries of a sequence that are always kept.
         extra: entries on top of ``ratio`` (S + W in appendix F).
         protect_prompt: the prompt (the first call's tokens; later chat turns are not protected)
-            stays whole: the policy sees, and ``budget`` counts, only what came after it.
+            stays whole: the policy sees, and ``budget`` counts, only what came after it.  ``sink``
+            is 0 then.
 
     Raises:
         ValueError: for values of the wrong type or out of range, or unless exactly one of
@@ -157,6 +158,8 @@ class EvictionPolicy(ABC):
             check_type(f"{self.name}: {field.name}", getattr(self, field.name), str(field.type))
         for name, least in (("buffer", 1), ("observation", 1), ("sink", 0), ("extra", 0)):
             self.require(getattr(self, name) >= least, name, f"{least} or more tokens")
+        keeps_twice = self.protect_prompt and self.sink > 0
+        self.require(not keeps_twice, "sink", "0 with protect_prompt, which keeps the first tokens")
         self._check_budget()
 
     def require(self, fits: bool, field: str, what: str) -> None:

@@ -54,7 +54,8 @@ class H2O(EvictionPolicy):
 
     def check_entries(self, entries: int) -> None:
         super().check_entries(entries)
-        room = entries - entries // 2
+        recent = entries // 2
+        room = recent if self.variant == "rlkv_tables" else entries - recent
         what = f"at most {room}: half of {entries} entries are the most recent ones"
         self.require(self.sink <= room, "sink", what)
 

@@ -243,8 +243,8 @@ class RKV(EvictionPolicy):
         self.require(fits, "recent_similar", f'1 with variant="{self.variant}"')
         if self._of_tables:
             self.require(self.ratio is not None, "ratio", 'given with variant="rlkv_tables"')
-            least = self.buffer + self.observation
-            what = f"at least buffer + observation, {least}"
+            least = self.buffer + self.sink + self.observation
+            what = f"at least buffer + sink + observation, {least}"
             self.require(self.compacted >= least, "compacted", what)
         else:
             what = 'left out without variant="rlkv_tables"'

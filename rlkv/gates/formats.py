@@ -117,13 +117,20 @@ def _is_hub_address(path: str) -> bool:
 
 def _download(address: str) -> Path:
     """Fetch the folder with the gates files of a repository, from the hub or its local cache."""
+    from httpx import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
 
     repo, revision = hub_address(address)
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
-    except (OSError, HFValidationError, HfHubHTTPError, RevisionResolutionError) as error:
+    except (
+        OSError,
+        HTTPError,
+        HFValidationError,
+        HfHubHTTPError,
+        RevisionResolutionError,
+    ) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "
         raise ValueError(

@@ -27,8 +27,8 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     """Convert ``values`` to a float32 CPU matrix, clipped to [0, 1]."""
     try:
         found = torch.as_tensor(values)
-        if found.is_complex():
-            raise TypeError("its numbers are complex")
+        if found.is_complex() or found.is_nested:
+            raise TypeError("it is complex or nested")
         matrix = found.detach().to("cpu", torch.float32, copy=True).contiguous()
     except (TypeError, ValueError, RuntimeError) as error:
         # RuntimeError: sparse or quantized tensors, or far too large ones

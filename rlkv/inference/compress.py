@@ -200,8 +200,8 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
         ),
         (
             config.guidance_scale not in (None, 1),
-            "guidance_scale reads a second text, whose cache would take the place of the first "
-            "one's: leave it out",
+            "guidance_scale reads a second text, whose cache would replace the first one's: leave "
+            "it out",
         ),
         (
             is_assisted,
@@ -340,7 +340,7 @@ def resolve_allocation(
 
 
 def _check_policy(
-    gates: Gates, eviction: EvictionPolicy | None, protect_prompt: bool | None, evict_from: str
+    gates: Gates, eviction: EvictionPolicy | None, sizes: dict[str, Any], evict_from: str
 ) -> None:
     if gates is None and eviction is None:
         raise ValueError(
@@ -352,10 +352,11 @@ def _check_policy(
             "evict_from='full' needs gates, which say which heads are full: pass them, or leave it "
             "out to evict from all heads"
         )
-    if protect_prompt and eviction is not None and evict_from == COMPRESSIBLE:
+    given = [name for name, value in sizes.items() if value not in (None, False)]
+    if given and eviction is not None and evict_from == COMPRESSIBLE:
         raise ValueError(
-            f"protect_prompt is given together with the eviction policy {eviction.name}, which "
-            "decides itself what is kept: set the policy's own field, such as RKV(budget=256, "
+            f"{' and '.join(given)} cannot be given with the eviction policy {eviction.name}, "
+            "which decides itself what is kept: set its own fields, such as RKV(budget=256, "
             "protect_prompt=True)"
         )
 
@@ -419,10 +420,10 @@ def compress(
     if hasattr(base, "get_base_model"):  # a PEFT model
         base = base.get_base_model()
     layout = check_servable(base)
-    _check_policy(gates, eviction, protect_prompt, evict_from)
+    sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
+    _check_policy(gates, eviction, sizes, evict_from)
     if isinstance(gates, str | Path):
         gates = HeadGates.load(gates)
-    sizes: dict[str, Any] = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
     if isinstance(gates, HeadGates):
         sizes = gates.serving(**sizes)
     given = {name: value for name, value in sizes.items() if value is not None}

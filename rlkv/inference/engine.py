@@ -193,15 +193,17 @@ class InferenceEngine(HFEngine):
             yield
             return
         settings = self.settings
+        sizes: dict[str, Any] = {}
+        if settings.policy_of(is_full=False) is None:
+            for name in ("sink", "window", "protect_prompt"):
+                sizes[name] = getattr(settings, name)
         with compress(
             self.model,
             self.allocation,
-            sink=settings.sink,
-            window=settings.window,
             prefill=settings.prefill,
             eviction=settings.eviction,
-            protect_prompt=settings.protect_prompt,
             evict_from=settings.evict_from,
+            **sizes,
         ) as self._session:
             try:
                 yield

@@ -141,7 +141,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         if takes_all and any(value is not None for value in of_window):
             raise ValueError(
                 "--sink, --window and --protect-prompt do not apply with --eviction: use the "
-                "fields of the policy, such as --eviction-option sink=4 protect_prompt=true"
+                "fields of the policy, such as --eviction-option sink=4 or protect_prompt=true"
             )
         if self.gates_source is not None:
             return

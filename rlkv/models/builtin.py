@@ -115,7 +115,7 @@ def built_in_folder(model: str) -> Path:
 
 def cache_folder() -> Path:
     """Return ``$RLKV_CACHE``, or its default."""
-    return Path(os.environ.get("RLKV_CACHE") or Path("~/.cache/rlkv").expanduser())
+    return Path(os.environ.get("RLKV_CACHE") or "~/.cache/rlkv").expanduser()
 
 
 def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:

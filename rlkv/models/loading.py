@@ -95,19 +95,22 @@ def model_source(model: str) -> str:
     if model in BUILT_IN:
         return str(built_in_folder(model))
     file = find_gguf(model)
-    return model if file is None else str(gguf_folder(file))
+    if file is not None:
+        return str(gguf_folder(file))
+    return os.path.expanduser(model) if is_path(model) else model
 
 
 def load_config(model: str) -> PretrainedConfig:
     """Load the config of ``model``; otherwise as :func:`load_tokenizer`."""
     from transformers import AutoConfig
 
+    source = model_source(model)
     hub_error = _hub_error(model)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            model_source(model), local_files_only=hub_error is not None
+            source, local_files_only=hub_error is not None
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     return config
 
@@ -138,6 +141,7 @@ def load_model(
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
@@ -149,10 +153,15 @@ def load_model(
     source = model_source(model)
     tokenizer = _load_tokenizer(model, hub_error)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=resolved_dtype, adapter_kwargs=local, **local
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=resolved_dtype, adapter_kwargs=local, output_loading_info=True, **local
         )
-    except (OSError, ValueError) as error:
+        loaded, info = found
+        # of a sharded base only the first process of a machine reads the weights
+        missing = info["missing_keys"] if os.environ.get("LOCAL_RANK", "0") == "0" else ()
+        if missing:  # transformers would draw them at random
+            raise ValueError(f"{len(missing)} of its tensors are missing, such as {min(missing)}")
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if source != model:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
@@ -191,7 +200,7 @@ def _hub_error(model: str) -> str | None:
 
 
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
-    reason = str(error).splitlines()[0]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
     if hub_error is not None:

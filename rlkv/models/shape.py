@@ -78,8 +78,17 @@ def same_model(first: str, second: str) -> bool:
 
 
 def max_positions(config: Any) -> int:
-    """Return how many positions a model of this config has; no limit if it names none."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    """Return how many positions a model of this config has; no limit if it names none.
+
+    Rotary frequencies that are scaled by YaRN reach further than those that it was trained with.
+    """
+    own = config.get_text_config()
+    most = getattr(own, "max_position_embeddings", None) or sys.maxsize
+    rotation = getattr(own, "rope_parameters", None) or {}
+    original = rotation.get("original_max_position_embeddings")
+    if rotation.get("rope_type") == "yarn" and original:
+        most = max(most, int(rotation["factor"] * original))
+    return most
 
 
 @dataclass(frozen=True)

@@ -309,10 +309,11 @@ class RolloutClient:
         Each of them may answer meanwhile that it works, which it does for other rows.
         """
         with self._lock:
+            now = time.monotonic()
             errors = job.errors.setdefault(first, {})
-            errors.setdefault(server.number, time.monotonic())
-            seconds = time.monotonic() - min(errors.values())
-            if len(errors) == len(self.servers) and seconds > self.patience:
+            errors.setdefault(server.number, now)
+            is_of_all = len(errors) == len(self.servers)
+            if is_of_all and now - max(errors.values()) > self.patience:
                 raise self._gone(server, error) from error
 
     def _gone(self, server: Connection, failure: Failure) -> ValueError:

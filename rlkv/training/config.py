@@ -274,7 +274,11 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
     ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm"),
-    ("mixed_precision", "no", "the frozen model has its dtype, which the option dtype sets"),
+    (
+        "mixed_precision",
+        "no",
+        "the model has the dtype of --dtype (accelerate launch --mixed_precision no)",
+    ),
     ("model_init_kwargs", None, "the model is loaded by the options model and dtype"),
     ("multi_objective_aggregation", "sum_then_normalize", "there is one reward"),
     ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
@@ -286,17 +290,28 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
 # beginnings of the options of trl that say nothing of the method
 _OF_THE_MACHINE = (
     "accelerator_config",
+    "activation_checkpointing",
     "dataloader_",
     "ddp_",
     "debug",
     "deepspeed",
+    "disable_tqdm",
+    "ds3_",
+    "fsdp",
+    "gradient_checkpointing",
     "hub_",
+    "local_rank",
     "log_",
     "logging_",
+    "per_device_eval",
     "project",
     "push_to_hub",
     "report_to",
+    "resume_from_checkpoint",
+    "save_",
     "skip_memory_metrics",
+    "torch_compile",
+    "torch_empty_cache",
     "trackio_",
 )
 
@@ -360,7 +375,7 @@ class GateTrainingArguments(GRPOConfig):
     bf16: bool = False  # no autocast, as the frozen model has its dtype
     dataloader_pin_memory: bool = False  # batches are prompts as text
     ddp_find_unused_parameters: bool | None = False  # every gate takes part in every step
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: int | None = None  # as trl's "auto" becomes
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
@@ -436,8 +451,10 @@ class GateTrainingArguments(GRPOConfig):
 
     def noted(self) -> dict[str, Any]:
         """Return the options that a run notes, those of trl under ``trl``."""
-        names = option_names(type(self), resume=True) | option_names(type(self), resume=False)
-        values = {name: getattr(self, name) for name in sorted(names)}
+        values: dict[str, Any] = {}
+        for of in fields(self):
+            if of.metadata.get("resume") is not None:
+                values[of.name] = getattr(self, of.name)
         values["trl"] = {
             name: value
             for name, value in self.unlisted().items()

@@ -157,7 +157,8 @@ def distill(
     most = max_positions(model.config)
     if longest > most:
         raise ValueError(
-            f"texts have up to {longest} tokens, the model has {most} positions: lower --max-length"
+            f"texts have up to {longest} tokens, the model has {most} positions: give shorter ones "
+            "(rlkv-distill: --max-length)"
         )
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids)

@@ -407,8 +407,8 @@ def _words(words: list[str]) -> Reading:
 # --- what must be equal
 
 Pairs = list[tuple[str, str]]
-# capitals whose order counts, as sequences and Roman numbers, and quotients with remainders
-_CODE = re.compile(r"[A-Z]{3}|[IVXLC]{2}|\d+ ?R ?\d+")
+# what is no product: throws of a coin, Roman numbers, quotients with remainders
+_CODE = re.compile(r"[HT]{3}|IV|VI|IX|XI|XL|LX|XC|CX|\d+ ?R ?\d+")
 
 
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
@@ -416,7 +416,7 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     right = normalize(answer)
     given = normalize(candidate)
     if _CODE.fullmatch(right) and _CODE.fullmatch(given):
-        return right == given
+        return right.replace(" ", "") == given.replace(" ", "")
     gold = read(_unlabelled(right, given))
     found = read(_unlabelled(given, right))
     if gold.words or found.words:

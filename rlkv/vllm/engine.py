@@ -133,8 +133,11 @@ class VLLMEngine(RolloutEngine):
         except BaseException as error:
             cleanup_dist_env_and_memory()  # a start that fails late leaves state behind
             if isinstance(error, ValidationError):  # our sentence among pydantic's own words
-                causes = [of.get("ctx", {}).get("error", of["msg"]) for of in error.errors()]
-                raise ValueError("; ".join(map(str, causes))) from None
+                causes = {}
+                for of in error.errors():
+                    named = f"{'.'.join(map(str, of['loc']))}: {of['msg']}"
+                    causes[str(of.get("ctx", {}).get("error", named))] = True
+                raise ValueError("; ".join(causes)) from None
             raise
         self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self._version = gate_version(self.gates()) if self.has_gates else "stock"

@@ -89,7 +89,7 @@ def publish(sparsity: float) -> None:
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             logger.warning(
                 "rlkv: the metrics page of several API servers has no rlkv: lines: pass "
-                "--api-server-count 1 to have them"
+                "--api-server-count 1, and unset PROMETHEUS_MULTIPROC_DIR, to have them"
             )
     _published[0].sparsity = sparsity
 

@@ -182,6 +182,20 @@ def test_a_copy_of_a_gated_model_works_on_its_own() -> None:
     assert not torch.equal(logits(twin), logits(model))
 
 
+def test_gates_outside_of_0_to_1_are_clipped(tmp_path: Path) -> None:
+    model = gated()
+    gate_parameters(model)[1][1].data[2] = 3.0
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"outside of \[0, 1\], clipped"):
+        loaded = PeftModel.from_pretrained(make_tiny_model("llama"), tmp_path)
+    assert torch.equal(gates_matrix(loaded), torch.ones(3, 4))
+
+
+def test_gates_of_another_shape_are_not_put_on() -> None:
+    with pytest.raises(ValueError, match=r"the model has gates \[3, 4\], the matrix is \[9, 12\]"):
+        set_gates(gated(), torch.zeros(9, 12))
+
+
 def test_an_adapter_with_a_nan_is_refused(tmp_path: Path) -> None:
     model = gated()
     gate_parameters(model)[1][1].data[2] = float("nan")

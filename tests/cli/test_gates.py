@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_diff(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["0", "0", "0.000", "0.300", "+0.300"],
     ]
     assert any("sparsity 0.5: 0.833  (5 of 6)" in line for line in out)
+
+
+def test_diff_names_two_models(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gates = HeadGates.load(gates_file)
+    for name in ("one", "two"):
+        shape = ModelShape(name, "llama", *gates.alpha.shape, 8, 16)
+        replace(gates, model=shape).save(gates_file.with_name(f"{name}.pt"))
+    assert run("diff", gates_file.with_name("one.pt"), gates_file.with_name("two.pt")) == 0
+    assert "of two models: one, two" in capsys.readouterr().out
+
+
+def test_a_folder_whose_name_has_a_dot(gates_file: Path) -> None:
+    folder = gates_file.with_name("Qwen2.5")
+    assert run("convert", gates_file, f"{folder}/") == 0
+    assert torch.equal(HeadGates.load(folder).alpha, HeadGates.load(gates_file).alpha)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlkv.eviction import POLICIES, RKV, TOVA, EvictionPolicy, make_policy, parse_options, register
+from rlkv.eviction import (
+    POLICIES,
+    RKV,
+    TOVA,
+    EvictionPolicy,
+    SinkWindow,
+    make_policy,
+    parse_options,
+    register,
+)
 from rlkv.eviction import base as attention
 from tests.helpers.naive_eviction import OldestKey, random_entries
 from tests.helpers.paths import ROOT
@@ -27,7 +36,7 @@ VARIANTS: Mapping[str, list[dict[str, Any]]] = {
     "rpc": [{"R": 10}, {"R": 6, "aggregation": "group", "sink": 2}],
     "h2o": [{}, {"sink": 5}],
     "tova": [{}, {"sink": 2, "observation": 4}],
-    "random": [{"seed": 7, "sink": 2}],
+    "random": [{"seed": 7, "sink": 2, "protect_prompt": False}],
 }
 CASES = [
     make_policy(name, budget=BUDGET, **options)
@@ -105,6 +114,14 @@ def test_select_refuses_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             policy.select(*arguments)
+
+
+def test_sinks_are_kept_once() -> None:
+    for make in (RKV, SinkWindow):
+        with pytest.raises(ValueError, match="sink is 4: it must be 0 with protect_prompt"):
+            make(budget=64, sink=4, protect_prompt=True)
+    with pytest.raises(ValueError, match="buffer \\+ sink \\+ observation, 208"):
+        RKV(ratio=0.5, sink=72, variant="rlkv_tables", compacted=136)
 
 
 def test_options_are_read_from_words() -> None:

@@ -368,6 +368,7 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"eviction": RKV(budget=12), "sparsity": 0.5}, "sparsity.*without gates"),
         ({**PLAIN, "sink": -1}, "sink is -1"),
         ({**BY_RKV, "protect_prompt": True}, "protect_prompt.*rkv"),
+        ({**BY_RKV, "sink": 2, "window": 64}, "sink and window cannot be given with .* rkv"),
         ({"eviction": RKV(budget=12), "evict_from": "full"}, "evict_from='full' needs gates"),
         ({**PLAIN, "evict_from": "full"}, "evict_from='full' .* there is none"),
         ({**BY_RKV, "gates": NONE_FULL, "evict_from": "full"}, "but none is full"),

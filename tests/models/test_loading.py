@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
 from rlkv.models.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
-from rlkv.models.shape import PUBLISHED, ModelShape, same_model, short_name
+from rlkv.models.shape import PUBLISHED, ModelShape, max_positions, same_model, short_name
 from rlkv.rollout.footprint import Footprint
 from rlkv.tiny import MODEL_DIR
 from tests.helpers.child import printed
@@ -43,6 +44,12 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
     text.num_attention_heads = None
     with pytest.raises(ValueError, match="gpt has no attention heads"):
         ModelShape.from_config(config)
+
+
+def test_yarn_reaches_further() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = make_tiny_model("llama", max_position_embeddings=512, rope_parameters=yarn).config
+    assert max_positions(config) == 2048
 
 
 # billions of parameters, layers, KV heads: the models' cards, and the paper
@@ -145,6 +152,30 @@ def test_loading_what_is_no_model_says_what_to_do(
     monkeypatch.setattr(loading, "connection_error", lambda *asked: "no route to host")
     with pytest.raises(ValueError, match=r"no route to host; its local cache does not hold it"):
         load_model("nobody/nothing")
+
+
+def test_a_damaged_model_is_not_filled_up_with_random_weights(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    model = make_tiny_model("llama", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    half = {name: value for name, value in weights.items() if ".layers.1." not in name}
+    save_file(half, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"9 of its tensors are missing, such as model\.layers\.1"):
+        load_model(str(tmp_path), device="cpu")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot load a model from"):
+        load_model(str(tmp_path), device="cpu")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="cannot load a model from"):
+        loading.load_config(str(tmp_path))
+
+
+def test_a_model_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_tiny_model("llama").config.save_pretrained(tmp_path / "mine")
+    assert loading.load_config("~/mine").model_type == "llama"
 
 
 # --- built-in models

@@ -133,7 +133,9 @@ def test_answers_too_short_for_an_eviction(folder: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_refusal_is_told_without_pydantics_words() -> None:
-    with pytest.raises(ValueError, match=r"(?s)^(?!.*validation error).*greater than"):
+    with pytest.raises(
+        ValueError, match=r"(?s)^(?!.*validation error).*max_num_seqs: .*greater than"
+    ):
         VLLMEngine("tiny", max_rows=0)
 
 
