@@ -451,10 +451,8 @@ class GateTrainingArguments(GRPOConfig):
 
     def noted(self) -> dict[str, Any]:
         """Return the options that a run notes, those of trl under ``trl``."""
-        values: dict[str, Any] = {}
-        for of in fields(self):
-            if of.metadata.get("resume") is not None:
-                values[of.name] = getattr(self, of.name)
+        names = sorted(of.name for of in fields(self) if of.metadata.get("resume") is not None)
+        values = {name: getattr(self, name) for name in names}
         values["trl"] = {
             name: value
             for name, value in self.unlisted().items()

@@ -33,7 +33,7 @@ VARIANTS: Mapping[str, list[dict[str, Any]]] = {
     "sink_window": [{"sink": 4}],
     "rkv": [{}, {"variant": "published"}, {"recent_similar": 3, "sink": 3, "kernel": 6}],
     "snapkv": [{}, {"variant": "published", "observation": 4, "kernel": 3}],
-    "rpc": [{"R": 10}, {"R": 6, "aggregation": "group", "sink": 2}],
+    "rpc": [{"R": 10}, {"R": 6, "aggregation": "group", "sink": 2, "protect_prompt": False}],
     "h2o": [{}, {"sink": 5}],
     "tova": [{}, {"sink": 2, "observation": 4}],
     "random": [{"seed": 7, "sink": 2, "protect_prompt": False}],
