@@ -50,7 +50,7 @@ from rlkv.utils.runtime import digest
 MEASURING = "rlkv_measuring"  # the attention implementation
 CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
 READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
-READ |= {"sink", "window", "elimination_traces", "attention_queries"}
+READ |= {"sink", "window", "elimination_traces"}
 
 
 def score_heads(
@@ -100,9 +100,7 @@ def score_heads(
                 wall = time.perf_counter()
                 cpu = time.process_time()
                 texts = ordered[start : start + settings.forward_rows]
-                score_BLH = outside_mass(
-                    gated, texts, settings.sink, settings.window, settings.attention_queries
-                )
+                score_BLH = outside_mass(gated, texts, settings.sink, settings.window)
                 bar.advance(len(texts))
                 sum_LH = sum_LH + score_BLH.sum(0)
                 score_LH = sum_LH / bar.done
@@ -125,15 +123,14 @@ def score_heads(
 
 
 @torch.no_grad()
-def outside_mass(
-    gated: Any, texts: Sequence[MarkedText], sink: int, window: int, over: str = "max"
-) -> Tensor:
+def outside_mass(gated: Any, texts: Sequence[MarkedText], sink: int, window: int) -> Tensor:
     """Score heads on solutions, whose tokens but the last are queries; prompts are read first.
+
+    The largest mass of a solution's queries counts.
 
     Args:
         gated: a model of :func:`~rlkv.training.solutions.hard_masks`, which refuses those whose
             attention has another form.  Its gates are not used.
-        over: ``"max"`` or ``"mean"`` of a solution's queries.
 
     Returns:
         ``[B, L, H]`` in [0, 1], float32 on the CPU; 1 where there is no gate.
@@ -154,15 +151,12 @@ def outside_mass(
         if heads[own]:
             softmax = Softmax.of_call(query, scaling, kwargs)
             mass_BHQ = mass_of_call(query, key, attention_mask, sink, window, softmax)
-            mass_BH = mass_BHQ.amax(-1) if over == "max" else mass_BHQ.sum(-1) / queries_B1
-            score_BLH[:, own, : heads[own]] = mass_BH.float().cpu().clamp(0, 1)
+            score_BLH[:, own, : heads[own]] = mass_BHQ.amax(-1).float().cpu().clamp(0, 1)
         return plain_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
     AttentionInterface.register(MEASURING, attend)
     AttentionMaskInterface.register(MEASURING, mixed_mask)
     base = gated.get_base_model()
-    # all but the last token, whose mass is 0
-    queries_B1 = torch.tensor([[len(text.answers) - 1] for text in texts], device=base.device)
     with gated.disable_adapter():
         batch = make_batch(base.get_decoder(), texts, "full")
         base.set_attn_implementation(MEASURING)

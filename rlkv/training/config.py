@@ -214,9 +214,6 @@ class RLKVSettings(RunSettings):
     elimination_budget: float = option(
         3.0, "most forwards of the solutions, per head of the model", "elimination", EXTENT
     )
-    attention_queries: Literal["max", "mean"] = option(
-        "max", "the largest mass of a solution's queries counts, or their mean", "attention"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -42,7 +42,7 @@ def texts(vocabulary: int = 128) -> list[MarkedText]:
     return found
 
 
-def explicit(model: PreTrainedModel, text: MarkedText, over: str) -> Tensor:
+def explicit(model: PreTrainedModel, text: MarkedText) -> Tensor:
     """Score heads, ``[L, H]``, by the whole attention weights of one text, token by token."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -58,45 +58,43 @@ def explicit(model: PreTrainedModel, text: MarkedText, over: str) -> Tensor:
             of_heads = weights_1PTT[0, :, query, SINK:first_seen].sum(-1)
             masses.append(of_heads.view(-1, groups).max(dim=1).values)
         mass_QH = torch.stack(masses)
-        layers.append(mass_QH.max(dim=0).values if over == "max" else mass_QH.mean(dim=0))
+        layers.append(mass_QH.max(dim=0).values)
     return torch.stack(layers)
 
 
-def measured(model: PreTrainedModel, chosen: list[MarkedText], over: str = "max") -> Tensor:
+def measured(model: PreTrainedModel, chosen: list[MarkedText]) -> Tensor:
     with hard_masks(model, SINK, WINDOW) as gated:
-        return outside_mass(gated, chosen, SINK, WINDOW, over)
+        return outside_mass(gated, chosen, SINK, WINDOW)
 
 
-@pytest.mark.parametrize("over", ["max", "mean"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite", "gemma2", "gpt_oss"])
 def test_scores_are_those_of_explicit_attention_weights(
-    name: str, over: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batched and padded, in blocks of a few queries, against single texts in eager attention."""
     model = make_tiny_model(name)
     before = model.config._attn_implementation
-    expected = torch.stack([explicit(model, text, over) for text in texts()])
-    found = measured(model, texts(), over)
+    expected = torch.stack([explicit(model, text) for text in texts()])
+    found = measured(model, texts())
     assert found.shape == (4, 3, 4)
     assert torch.allclose(found, expected, atol=2e-6)  # sums of 43 weights in float32
     assert expected[:3].max() > 0.3
     assert not found[3].any()
     monkeypatch.setattr(attention_mass, "SCORES_AT_ONCE", 4 * 8 * 51 * 3)  # three queries
-    assert torch.allclose(measured(model, texts(), over), found, atol=1e-6)
+    assert torch.allclose(measured(model, texts()), found, atol=1e-6)
     assert model.config._attn_implementation == before
     assert not any("rlkv_gate" in module for module, _ in model.named_modules())
 
 
-@pytest.mark.parametrize("over", ["max", "mean"])
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text", "falcon_h1"])
-def test_scores_on_hybrids(family: str, over: str) -> None:
+def test_scores_on_hybrids(family: str) -> None:
     """Only layers with gates have scores; prompts in full go through the other layers too."""
     model = make_family(family)
     chosen = texts(vocabulary=64)
-    found = measured(model, chosen, over)
+    found = measured(model, chosen)
     gated = Layout.from_config(model.config).gated
     for text, score_LH in zip(chosen, found, strict=True):
-        weights = explicit(model, text, over)  # of layers with attention
+        weights = explicit(model, text)  # of layers with attention
         assert torch.allclose(score_LH[gated], weights[-len(gated) :], atol=5e-6)
     assert found[:3, gated].max() > 0.2
     others = sorted(set(range(found.shape[1])) - set(gated))
@@ -173,19 +171,19 @@ def test_a_run_exports_scores(
     assert torch.tensor(logs.gates[-1]["alpha"]).equal(gates.alpha)
     told = json.loads((folder / "summary.json").read_text())
     assert {"training", "config", "commit", "hardware"} <= told.keys()
-    found = {name: told["training"][name] for name in ("method", "steps", "attention_queries")}
-    assert found == {"method": "attention_mass", "steps": 3, "attention_queries": "max"}
+    found = {name: told["training"][name] for name in ("method", "steps")}
+    assert found == {"method": "attention_mass", "steps": 3}
     for name, total in (("time/step_s", "seconds"), ("time/step_cpu_s", "cpu_seconds")):
         spent = sum(record[name] for record in logs.records)
         assert told["training"][total] == pytest.approx(spent, abs=1e-3)
     unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0].split(", ")
     assert {"l1_beta", "max_steps"} <= set(unread)
-    assert not {"sink", "window", "elimination_traces", "attention_queries"} & set(unread)
+    assert not {"sink", "window", "elimination_traces"} & set(unread)
     # the same command measures again, other settings are refused
     assert run(folder, curriculum, forward_rows=2).alpha.equal(gates.alpha)
     assert len(RunLogs.read(folder).records) == 3
-    with pytest.raises(ValueError, match="attention_queries 'max' -> 'mean'"):
-        run(folder, curriculum, attention_queries="mean")
+    with pytest.raises(ValueError, match=r"window \d+ -> 9"):
+        run(folder, curriculum, window=9)
 
 
 def test_a_run_on_a_hybrid(curriculum: Path, tmp_path: Path) -> None:
