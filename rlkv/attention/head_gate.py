@@ -419,11 +419,14 @@ def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
     """Put ``[num_layers, num_kv_heads]`` numbers in [0, 1] into the gates that there are.
 
     Raises:
-        ValueError: for a matrix of another shape than :func:`gates_matrix`.
+        ValueError: for a matrix of another shape than :func:`gates_matrix`, which may leave out
+            layers behind the last one with gates.
     """
-    shape = list(gates_matrix(model).shape)
-    if list(alpha_LH.shape) != shape:
-        raise ValueError(f"the model has gates {shape}, the matrix is {list(alpha_LH.shape)}")
+    layers, heads = gates_matrix(model).shape
+    last = gate_parameters(model)[-1][0]
+    if alpha_LH.shape[1] != heads or not last < len(alpha_LH) <= layers:
+        found = list(alpha_LH.shape)
+        raise ValueError(f"the model has gates [{layers}, {heads}], the matrix is {found}")
     for layer, parameter in gate_parameters(model):
         parameter.copy_(alpha_LH[layer, : len(parameter)])
 
