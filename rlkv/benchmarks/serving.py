@@ -40,6 +40,8 @@ ENVIRONMENT = {
 }
 # the first would replace the pool that is asked for, the others add the plugin to the stock engine
 REMOVED = ("VLLM_CPU_KVCACHE_SPACE", *VARIABLES.values())
+# settings of the plugin by the way in which compressible heads are served
+WAYS: dict[str, Any] = {"exact": {}, "aligned": {"aligned_windows": True}, "keep": {"mode": "keep"}}
 COLUMNS = {
     "mode": "{mode}",
     "tokens/s": "{tokens_per_second:.1f}",
@@ -198,16 +200,6 @@ class Mode:
         added = self.eviction or ("" if self.way == "exact" else self.way)
         return f"sparsity {self.sparsity:g}" + (f" + {added}" if added else "")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the plugin's settings of the way."""
-        known: dict[str, dict[str, Any]] = {
-            "exact": {},
-            "aligned": {"aligned_windows": True},
-            "keep": {"mode": "keep"},
-        }
-        return known[self.way]
-
 
 def write_model(config: ServingConfig, folder: Path) -> None:
     """Write a model's config and gates."""
@@ -242,7 +234,7 @@ def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> dict[str,
         "gates": str(folder / "gates.safetensors"),
         "sparsity": mode.sparsity,
         "reference_tokens": config.prompt_tokens + config.output_tokens,
-        **mode.settings,
+        **WAYS[mode.way],
         **kept,
     }
     return options | {"additional_config": {"rlkv": plugin}}
