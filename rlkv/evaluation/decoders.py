@@ -7,8 +7,8 @@ at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,16 +150,11 @@ class VLLMModel:
         del loaded
         return_freed_memory()
 
-    @contextmanager
     def decoder(
         self, allocation: HeadAllocation, cache: CacheSettings, positions: int
-    ) -> Iterator[Decoder]:
-        """Yield a decoder for texts of up to ``positions`` tokens with their prompts."""
-        decoder = VLLMDecoder(self, allocation, cache, positions)
-        try:
-            yield decoder
-        finally:
-            decoder.close()
+    ) -> AbstractContextManager[Decoder]:
+        """Return a decoder for texts of up to ``positions`` tokens with their prompts."""
+        return closing(VLLMDecoder(self, allocation, cache, positions))
 
 
 class VLLMDecoder:
