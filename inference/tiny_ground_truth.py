@@ -46,6 +46,8 @@ from rlkv.verifier import are_correct
 SEEDS = {"accuracy": 4_000_003, "traces": 3_000_003}  # of the problems
 REMOVABLE = 0.95  # accuracy below which heads are needed
 
+# token ids of a rendered prompt and of a correct completion, the EOS included
+Trace = tuple[list[int], list[int]]
 # of an allocation; larger is better, and in a tuple a finer measure breaks the ties of a coarser
 # one
 Score = Callable[[HeadAllocation], Any]
@@ -76,14 +78,6 @@ class GroundTruthConfig(ModelOptions):
         check_least(self, 1, "num_problems", "num_traces", "random_draws")
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Token ids of a rendered prompt and of a correct completion, the EOS included."""
-
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
-
-
 class TraceScorer:
     """Scores allocations: ``(share of traces reproduced, mean log-probability per token)``.
 
@@ -99,13 +93,12 @@ class TraceScorer:
         self.sink = sink
         self.window = window
         self.num_traces = len(traces)
-        groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
-        for trace in traces:
-            groups[len(trace.prompt), len(trace.output)].append(trace)
+        groups: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+        for prompt, output in traces:
+            groups[len(prompt), len(output)].append(prompt + output)
         # ids int64 [rows, prompt + output], and the length of the output
         self.batches = []
-        for (_, output_length), group in groups.items():
-            rows = [trace.prompt + trace.output for trace in group]
+        for (_, output_length), rows in groups.items():
             self.batches.append((torch.tensor(rows, device=model.device), output_length))
 
     @torch.inference_mode()
@@ -208,7 +201,7 @@ def measure_ground_truth(config: GroundTruthConfig) -> dict[str, Any]:
     for problem, output, right in zip(recorded, *decode(recorded), strict=True):
         if right:
             (prompt,) = engine.tokenize([render_prompt(tokenizer, problem["problem"])])
-            traces.append(Trace(tuple(prompt), tuple(output)))
+            traces.append((prompt, output))
     with progress_bar("elimination", "scores", total * (total + 1) // 2) as bar:
         scorer = TraceScorer(model, traces, config.sink, config.window)
         steps = backward_elimination(scorer, everything, bar.advance)
