@@ -19,18 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rlkv.evaluation.acceptance import (
-    acceptance,
-    check_drafts,
-    measure_acceptance,
-)
-from rlkv.evaluation.measurements import (
-    Ranking,
-    accuracy_of,
-    agreement,
-    compare,
-    mean_scores,
-)
+from rlkv.evaluation.acceptance import acceptance, check_drafts, measure_acceptance
+from rlkv.evaluation.measurements import Ranking, accuracy_of, agreement, compare, mean_scores
 from rlkv.evaluation.metrics import mean_with_interval, near_lossless, paired_difference
 from rlkv.evaluation.published import find_published, write_published
 from rlkv.evaluation.report import (

@@ -184,11 +184,7 @@ def run_method(
     for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
         if (row["key"], row["sample"]) in wanted:
             done[row["key"], row["sample"]] = row
-    recorded = {
-        "commit": commit(),
-        "batch_size": settings.batch_size,
-        "hardware": hardware_line(),
-    }
+    recorded = {"commit": commit(), "batch_size": settings.batch_size, "hardware": hardware_line()}
     with open_store(rows_file, compared, KEY, recorded) as store:
         for row in store.rows:
             done[row["key"], row["sample"]] = row

@@ -121,11 +121,7 @@ class StudyConfig(TaskOptions):
     """
     policies: Annotated[
         tuple[str, ...], tyro.conf.arg(help=f"of the budget analysis, of {', '.join(POLICIES)}")
-    ] = (
-        "rkv",
-        "h2o",
-        "random",
-    )
+    ] = ("rkv", "h2o", "random")
     prompt_variants: bool = True
     """budget analysis: each policy also with the other choice of a protected prompt"""
     fixed_budgets: bool = True

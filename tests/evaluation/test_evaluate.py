@@ -17,12 +17,7 @@ from rlkv.cache import CacheSettings
 from rlkv.cli.app import CONFIGS, parse
 from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.evaluation import sandbox
-from rlkv.evaluation.evaluate import (
-    EvalConfig,
-    named_gates,
-    parse_method,
-    parse_methods,
-)
+from rlkv.evaluation.evaluate import EvalConfig, named_gates, parse_method, parse_methods
 from rlkv.evaluation.sandbox import SandboxError
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import H2O, RKV, RPC

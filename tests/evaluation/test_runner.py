@@ -250,10 +250,7 @@ def test_samples_differ_and_repeat(run: Run, tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_row_are_its_own(
-    run: Run,
-    whole: tuple[Path, list[Row]],
-    problems: list[Problem],
-    tmp_path: Path,
+    run: Run, whole: tuple[Path, list[Row]], problems: list[Problem], tmp_path: Path
 ) -> None:
     full = HeadAllocation(torch.ones(4, 6, dtype=torch.bool))
     reference, _ = run(tmp_path / "full.jsonl", allocation=full)

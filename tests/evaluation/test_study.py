@@ -15,12 +15,7 @@ from rlkv.cache import CacheSettings
 from rlkv.evaluation import study as module
 from rlkv.evaluation.measurements import Condition
 from rlkv.evaluation.runner import KEY
-from rlkv.evaluation.study import (
-    StudyConfig,
-    load_study,
-    policy_templates,
-    top_heads,
-)
+from rlkv.evaluation.study import StudyConfig, load_study, policy_templates, top_heads
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.utils.store import open_store
