@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from rlkv.evaluation import sandbox
 from rlkv.evaluation.sandbox import Isolation, Limits, SandboxError, Verdict, run_tests
 from rlkv.evaluation.sandbox.inside import worker
 from rlkv.evaluation.sandbox.inside.judge import same_output, same_value
-from rlkv.evaluation.tasks.registry import load_task
 from tests.evaluation.sandbox.conftest import load_programs
 from tests.helpers.paths import SHARED
 
@@ -154,21 +152,15 @@ UNPROTECTED = (
 )
 
 
-def test_programs_are_refused_where_nothing_holds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_programs_are_refused_where_nothing_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox.find_isolation.cache_clear()
     monkeypatch.setattr(sandbox, "START", UNPROTECTED)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    data = tmp_path / "mbpp_test.jsonl"
-    data.write_text('{"prompt": "Add.", "test": ["assert f(3) == 4"], "code": ""}')
     with pytest.raises(
         SandboxError,
         match=r"not installed.*Landlock does not work.*no such file.*install bubblewrap",
     ):
         run_tests("def f(x): return 4", ["assert f(3) == 4"])
-    with pytest.raises(ValueError, match="install bubblewrap"):  # before any text is generated
-        load_task("mbpp", data)
     with pytest.raises(SandboxError, match="no such file"):  # also when it no longer works
         sandbox._run(Isolation(landlock=1), {"program": "", "tests": {}}, Limits())
 
