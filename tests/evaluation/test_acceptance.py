@@ -16,7 +16,6 @@ from rlkv.evaluation.acceptance import SHAPE, computed_speedup, count_accepted
 from rlkv.evaluation.study import load_study
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.prompts import render_prompt
 from tests.helpers.families import make_family
 from tests.helpers.study_program import NUM_PROBLEMS, config_of, results, run, write_inputs
 
@@ -39,17 +38,11 @@ def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(inputs: Path, study: Path) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt, and those that the full cache wrote."""
-    _, tokenizer = tiny.load()
     (condition,) = results(study)["conditions"]
     rows = (study / "rows" / condition["rows"]).read_text().splitlines()
     written = {row["key"]: row["token_ids"] for row in map(json.loads, rows)}
-    found = []
-    problems = (inputs / "problems.jsonl").read_text().splitlines()
-    for number, line in enumerate(problems, start=1):
-        prompt = render_prompt(tokenizer, json.loads(line)["problem"])
-        ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        found.append((ids, written[f"tiny/{number}"]))
-    return found
+    problems = load_study(config_of(inputs, study)).problems["tiny"]
+    return [(problem.prompt_ids, written[problem.key]) for problem in problems]
 
 
 def numbers(folder: Path) -> dict[str, Any]:
