@@ -251,10 +251,5 @@ CODE = [
     ),
 ]
 for _difficulty in DIFFICULTIES:
-    CODE.append(
-        replace(
-            CODE[1],
-            name=f"livecodebench:{_difficulty}",
-            select=partial(select_difficulty, difficulty=_difficulty),
-        )
-    )
+    _select = partial(select_difficulty, difficulty=_difficulty)
+    CODE.append(replace(CODE[1], name=f"livecodebench:{_difficulty}", select=_select))
