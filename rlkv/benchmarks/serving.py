@@ -116,10 +116,8 @@ class ServingConfig(LlamaSizes):
         """Raise ValueError for impossible settings."""
         super().check()
         check_least(self, 0, "sink")
-        check_least(self, 1, "window", "requests", "rounds")
-        check_least(self, 1, "prompt_tokens", "output_tokens")
-        check_least(self, 1, "block_size", "rows", "step_tokens")
-        check_least(self, 1, "turn_steps")
+        check_least(self, 1, "window", "requests", "rounds", "prompt_tokens", "output_tokens")
+        check_least(self, 1, "block_size", "rows", "step_tokens", "turn_steps")
         if not 0 <= self.spread < 1:
             raise ValueError(f"--spread {self.spread:g}: give a number from 0 to below 1")
         if self.pool_tokens < self.positions:
@@ -199,12 +197,6 @@ class Mode:
             return FULL_CACHE
         added = self.eviction or ("" if self.way == "exact" else self.way)
         return f"sparsity {self.sparsity:g}" + (f" + {added}" if added else "")
-
-
-def write_model(config: ServingConfig, folder: Path) -> None:
-    """Write a model's config and gates."""
-    config.llama(config.positions).save_pretrained(folder)
-    config.random_gates().save(folder / "gates.safetensors")
 
 
 def engine_options(config: ServingConfig, mode: Mode, folder: Path) -> dict[str, Any]:
@@ -332,12 +324,13 @@ def run_serving(config: ServingConfig) -> None:
         if config.eviction:
             modes.append(Mode(sparsity, config.eviction))
     runs = []
-    with TemporaryDirectory() as name:
-        write_model(config, Path(name))
-        with progress_bar("serving", "modes", len(modes)) as bar:
-            for mode in modes:
-                runs += run_pair(config, mode, Path(name))
-                bar.advance()
+    with TemporaryDirectory() as name, progress_bar("serving", "modes", len(modes)) as bar:
+        folder = Path(name)
+        config.llama(config.positions).save_pretrained(folder)
+        config.random_gates().save(folder / "gates.safetensors")
+        for mode in modes:
+            runs += run_pair(config, mode, folder)
+            bar.advance()
     rows = summarize(config, [Mode(), *modes], runs)
     curves: dict[str, list[Point]] = defaultdict(list)
     for row in rows[1:]:
