@@ -30,10 +30,8 @@ from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.store import settings_path
-from rlkv.verifier import is_correct
 from tests.helpers.models import make_tiny_model
 
 GREEDY = RunSettings(CacheSettings(sink=4, window=16), SamplingParams(60), batch_size=3)
@@ -49,12 +47,8 @@ def tiny_model() -> Any:
 
 @pytest.fixture(scope="module")
 def problems(tiny_model: Any) -> list[Problem]:
-    found = []
-    for i, drawn in enumerate(tiny.problems(N, seed=5, max_definitions=5)):
-        prompt = render_prompt(tiny_model[1], drawn["problem"])
-        ids = tiny_model[1](prompt, add_special_tokens=False).input_ids
-        found.append(Problem(f"p{i}", prompt, ids, lambda t, a=drawn["answer"]: is_correct(t, a)))
-    return found
+    drawn = [("", problem) for problem in tiny.problems(N, seed=5, max_definitions=5)]
+    return render_problems(TASKS["tiny"], TASKS["tiny"].problems(drawn), tiny_model[1])
 
 
 Run = Callable[..., tuple[list[Row], list[tuple[int, int]]]]
@@ -244,7 +238,7 @@ def test_samples_differ_and_repeat(run: Run, tmp_path: Path) -> None:
     assert [row["text"] for row in first] == [row["text"] for row in again]
     texts = {(row["key"], row["sample"]): row["text"] for row in first}
     assert len(texts) == 2 * N
-    assert any(texts[f"p{i}", 0] != texts[f"p{i}", 1] for i in range(N))
+    assert any(texts[key, 0] != texts[key, 1] for key, _ in texts)
     with pytest.raises(ValueError, match="greedy"):
         RunSettings(CacheSettings(), SamplingParams(30), num_samples=2)
 
