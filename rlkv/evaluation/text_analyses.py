@@ -55,22 +55,10 @@ def modes(study: Study, task: str, page: Page) -> Metrics:
     solved = int(full.correct.sum())
     methods = study.sweep(task, mode_shares)
     examples = failed_texts(study, task)
-    if solved:
-        _write_modes(study, task, page, methods, solved)
-    else:
+    numbers = {"solved": solved, "n": full.correct.size, "methods": methods, "examples": examples}
+    if not solved:
         page.paragraph(f"{task}: the full cache solves no problem.")
-    for mode, example in examples.items():
-        page.paragraph(
-            f"{mode}: {example['problem']} under {study.first.name} at {example['sparsity']:g}, "
-            f"first seed, {example['tokens']} tokens:"
-        )
-        page.code(example["text"])
-    return {"solved": solved, "n": full.correct.size, "methods": methods, "examples": examples}
-
-
-def _write_modes(
-    study: Study, task: str, page: Page, methods: dict[str, list[Metrics]], solved: int
-) -> None:
+        return numbers
     rows = []
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for name, by_sparsity in methods.items():
@@ -88,6 +76,13 @@ def _write_modes(
     )
     path = plot_stacked(study.plot_file("modes", task), panels, MODE_COLORS)
     page.picture(path, f"{task}: error modes of problems that the full cache solves.")
+    for mode, example in examples.items():
+        page.paragraph(
+            f"{mode}: {example['problem']} under {study.first.name} at {example['sparsity']:g}, "
+            f"first seed, {example['tokens']} tokens:"
+        )
+        page.code(example["text"])
+    return numbers
 
 
 def mode_shares(runs: Sequence[Outcome], full: Outcome) -> Metrics | None:
