@@ -129,16 +129,13 @@ def test_rankings_down_sparsities_across(page: str) -> None:
 @pytest.mark.parametrize(
     ("n", "said"),
     [
-        (
-            30,
-            "**30 problems: at least 6 must change, all in one direction, .* of 20.0 points: this",
-        ),
+        (30, r"\*\*30 problems: at least 6 must change, all in one direction, .* 20.0 points: "),
         (500, r"\n500 problems: .* a difference of 1.2 points.\n"),
         (5, r"\*\*5 problems are too few"),
     ],
 )
 def test_few_problems_are_said_to_prove_little(n: int, said: str) -> None:
-    assert re.search(said.replace("**30", r"\*\*30"), report({"full": rows(n // 2, n)}))
+    assert re.search(said, report({"full": rows(n // 2, n)}))
 
 
 def test_tables_of_every_method(page: str) -> None:

@@ -149,9 +149,8 @@ def test_the_report_gets_every_run(model: str, quick: str) -> None:
     files = [Path(file) for _, file in given]
     trained = ("train/", "inference/rerank")
     made = [stage.folder for stage in found if stage.program.startswith(trained)]
-    assert sorted(file if file.stem == "reranked" else file.parent for file in files) == sorted(
-        made
-    )
+    named = [file if file.stem == "reranked" else file.parent for file in files]
+    assert sorted(named) == sorted(made)
     assert len({stage.folder for stage in found}) == len(found)
 
 
