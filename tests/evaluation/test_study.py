@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import torch
 
 from rlkv.cache import CacheSettings
 from rlkv.evaluation import study as module
+from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.measurements import Condition
-from rlkv.evaluation.runner import KEY
 from rlkv.evaluation.study import StudyConfig, load_study, policy_templates, top_heads
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.utils.store import open_store
+from rlkv.utils.store import StoreInUseError
 from tests.helpers.study_program import config_of, run, write_inputs
 
 CACHE = CacheSettings(sink=4, window=16)
@@ -115,27 +114,17 @@ def test_a_condition_in_use_is_left_for_later(
         full = torch.zeros(study.first.shape, dtype=torch.bool)
         full.view(-1)[:number] = True
         requests.append((f"number {number}", Condition("tiny", HeadAllocation(full))))
-    order: list[int] = []
-    waits: list[float] = []
+    order: list[int | str] = []
 
-    def run_method(*arguments: Any) -> list[dict[str, Any]]:
-        decoder, _, _, file, _ = arguments
-        with open_store(file, {}, KEY):
-            order.append(decoder.allocation.num_full)
+    def run_method(decoder: TransformersDecoder, *_: Any) -> list[dict[str, Any]]:
+        number = decoder.allocation.num_full
+        if number == 0 and order.count("wait") < 2:
+            raise StoreInUseError("another process writes the rows")
+        order.append(number)
         return []
 
-    with ExitStack() as other:
-        file = tmp_path / "rows" / f"rows-{requests[0][1].key}.jsonl"
-        other.enter_context(open_store(file, {}, KEY))
-
-        def wait(seconds: float) -> None:
-            waits.append(seconds)
-            if len(waits) == 2:
-                other.close()  # the other process is done
-
-        monkeypatch.setattr(module, "run_method", run_method)
-        monkeypatch.setattr(module.time, "sleep", wait)
-        study.measure("t", requests)
-    assert order == [1, 2, 0]
-    assert len(waits) == 2, "nothing waits while another condition is free"
+    monkeypatch.setattr(module, "run_method", run_method)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: order.append("wait"))
+    study.measure("t", requests)
+    assert order == [1, 2, "wait", "wait", 0], "nothing waits while another condition is free"
     assert study.outcomes.keys() == {condition for _, condition in requests}
