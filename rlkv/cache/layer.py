@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, StockMask, Unread, refuse_variants
 from rlkv.attention.mixed import plain_attention
 from rlkv.attention.softmax import Softmax
-from rlkv.cache.plan import CacheState, CallLayout, CallPart, JoinLayout
+from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
 from rlkv.cache.stores import FullStore, RingStore, Store, attend
 from rlkv.kernels.step import serves
 
@@ -325,16 +325,12 @@ class CachedCall(StockMask):
     rows: int
     make_stock_mask: Callable[..., Tensor | None]
     _made: dict[Any, Any] = field(default_factory=dict)
-    _plans: dict[torch.device, list[CallLayout]] = field(default_factory=dict)
-    _parts: list[CallPart] = field(default_factory=list)
 
     def plan(self, state: CacheState, device: torch.device) -> list[CallLayout]:
         """Return the layouts on ``device``; the first layer's call is noted in ``state``."""
-        if not self._parts:
-            self._parts = state.begin_call(self.attention_mask, self.start, self.length, self.rows)
-        if device not in self._plans:
-            self._plans[device] = [state.layout(part, device) for part in self._parts]
-        return self._plans[device]
+        call = (self.attention_mask, self.start, self.length, self.rows)
+        parts = self.once("parts", lambda: state.begin_call(*call))
+        return self.once(device, lambda: [state.layout(part, device) for part in parts])
 
 
 def realloc_mask(**call: Any) -> Any:
