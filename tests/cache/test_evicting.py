@@ -22,9 +22,7 @@ NONE_FULL = torch.zeros_like(MIXED)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = make_tiny_model("llama")
-    model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    return make_tiny_model("llama", attn_implementation=IMPLEMENTATION)
 
 
 @pytest.mark.parametrize("kind", ["budget", "ratio"])
@@ -44,8 +42,7 @@ def test_a_budget_beyond_the_text_is_the_full_cache_bit_for_bit(
 
 @pytest.mark.parametrize("family", ["llama", *SOFTMAXES])
 def test_sink_window_policy_with_a_buffer_of_one_is_the_ring(family: str) -> None:
-    model = make_tiny_model(family)
-    model.set_attn_implementation(IMPLEMENTATION)
+    model = make_tiny_model(family, attn_implementation=IMPLEMENTATION)
     ids, calls = draw_ids(2, 50), [20] + [1] * 30
     # the ring attends to S + W entries; the policy stores the new token first and evicts after
     policy = SinkWindow(budget=7, sink=3, buffer=1)
@@ -93,9 +90,8 @@ def test_recorded_scores_are_those_of_the_policy(model: PreTrainedModel, name: s
 
 @pytest.mark.parametrize("name", ["rkv", "h2o"])
 def test_a_model_with_a_scale_of_its_own(name: str) -> None:
-    model = make_tiny_model("granite")
+    model = make_tiny_model("granite", attn_implementation=IMPLEMENTATION)
     assert model.config.attention_multiplier != model.config.head_dim**-0.5
-    model.set_attn_implementation(IMPLEMENTATION)
     calls, ids = [20] + [1] * 14, draw_ids(1, 34)
     cache = HeadReallocationCache(MIXED, eviction=INSTANCES[name])
     got = cached_logits(model, ids, cache, calls)
@@ -104,8 +100,7 @@ def test_a_model_with_a_scale_of_its_own(name: str) -> None:
 
 
 def test_scores_are_added_up_in_float32_whatever_the_model_and_the_default_dtype() -> None:
-    model = make_tiny_model("llama").to(torch.bfloat16)
-    model.set_attn_implementation(IMPLEMENTATION)
+    model = make_tiny_model("llama", attn_implementation=IMPLEMENTATION).bfloat16()
     cache = HeadReallocationCache(NONE_FULL, eviction=H2O(budget=12))
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -16,9 +16,7 @@ PADDING = (0, 3, 8)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = make_tiny_model("qwen3")
-    model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    return make_tiny_model("qwen3", attn_implementation=IMPLEMENTATION)
 
 
 @torch.no_grad()

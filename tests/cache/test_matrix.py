@@ -49,10 +49,9 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    made = {family: make_tiny_model(family) for family in (*FAMILIES, *SOFTMAXES)}
-    for model in made.values():
-        model.set_attn_implementation(IMPLEMENTATION)
-    return made
+    families = (*FAMILIES, *SOFTMAXES)
+    own = {"attn_implementation": IMPLEMENTATION}
+    return {family: make_tiny_model(family, **own) for family in families}
 
 
 class Batch:

@@ -39,9 +39,8 @@ ALL_FULL = torch.ones(LAYERS, HEADS, dtype=torch.bool)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = make_tiny_model("llama", max_position_embeddings=8192)
-    model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    own = {"attn_implementation": IMPLEMENTATION, "max_position_embeddings": 8192}
+    return make_tiny_model("llama", **own)
 
 
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (0, 40), (1, 2), (40, 1), (40, 40)])
@@ -183,8 +182,7 @@ def test_a_protected_prompt_counted_by_hand(model: PreTrainedModel) -> None:
 
 
 def test_bfloat16_is_cached_as_bfloat16() -> None:
-    model = make_tiny_model("llama").to(torch.bfloat16)
-    model.set_attn_implementation(IMPLEMENTATION)
+    model = make_tiny_model("llama", attn_implementation=IMPLEMENTATION).bfloat16()
     cache = HeadReallocationCache(MIXED, SINK, WINDOW)
     cache.state.limit = 20
     assert cached_logits(model, draw_ids(1, 20), cache, [10] + [1] * 10).dtype == torch.bfloat16

@@ -21,9 +21,7 @@ FULL_MASK = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = make_tiny_model("llama")
-    model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    return make_tiny_model("llama", attn_implementation=IMPLEMENTATION)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +87,15 @@ def test_later_calls(model: PreTrainedModel, first: torch.Tensor | None) -> None
 
 
 def test_training_with_dropout() -> None:
-    model = make_tiny_model("llama", attention_dropout=0.5).train()
-    model.set_attn_implementation(IMPLEMENTATION)
+    own = {"attn_implementation": IMPLEMENTATION, "attention_dropout": 0.5}
+    model = make_tiny_model("llama", **own).train()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         model(IDS, past_key_values=HeadReallocationCache(MIXED))
 
 
 def test_a_model_with_a_sliding_window() -> None:
-    kinds = ["sliding_attention"] * 3
-    model = make_tiny_model("mistral", sliding_window=4, layer_types=kinds)
-    model.set_attn_implementation(IMPLEMENTATION)
+    own = {"attn_implementation": IMPLEMENTATION, "layer_types": ["sliding_attention"] * 3}
+    model = make_tiny_model("mistral", sliding_window=4, **own)
     with pytest.raises(ValueError, match="sliding"):
         model(IDS, past_key_values=HeadReallocationCache(MIXED))
 

@@ -109,8 +109,7 @@ def test_a_cache_decodes_by_it_unless_the_environment_says_no(
     monkeypatch.delenv(KERNEL, raising=False)
     if value is not None:
         monkeypatch.setenv(KERNEL, value)
-    model = make_tiny_model("llama")
-    model.set_attn_implementation(IMPLEMENTATION)
+    model = make_tiny_model("llama", attn_implementation=IMPLEMENTATION)
     cached_logits(model, draw_ids(1, 6), HeadReallocationCache(MIXED, 1, 2), [5, 1])
     assert len(launched) == launches  # one in each layer
 
