@@ -22,10 +22,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.builtin import TINY_FOLDER
-from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
 from rlkv.vllm.settings import ServingSettings
+from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
@@ -43,10 +43,9 @@ def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     path = folder / "gates.pt"
-    shape = ModelShape.from_config(model.config, model_id=str(folder))
-    HeadGates(alpha=alpha, model=shape, sink=2, window=8, deploy_sink=2, deploy_window=6).save(path)
+    sizes = {"sink": 2, "window": 8, "deploy_sink": 2, "deploy_window": 6}
+    random_gates(model, str(folder), **sizes).save(path)
     return path
 
 

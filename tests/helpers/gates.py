@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rlkv import tiny
 from rlkv.gates.head_gates import HeadGates
@@ -29,8 +31,14 @@ def make_gates(**changes: object) -> HeadGates:
     return replace(gates, **changes)  # type: ignore[arg-type]
 
 
+def random_gates(model: PreTrainedModel, name: str | None = None, **fields: Any) -> HeadGates:
+    """Random gates for ``model``, which is called ``name``."""
+    shape = ModelShape.from_config(model.config, name)
+    generator = torch.Generator().manual_seed(0)
+    alpha = torch.rand(shape.num_layers, shape.num_kv_heads, generator=generator)
+    return HeadGates(alpha, model=shape, **fields)
+
+
 def tiny_gates() -> HeadGates:
     """Random gates for the built-in model tiny."""
-    alpha = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    shape = ModelShape.from_config(tiny.load()[0].config, "tiny")
-    return HeadGates(alpha, model=shape, deploy_sink=4, deploy_window=16)
+    return random_gates(tiny.load()[0], deploy_sink=4, deploy_window=16)

@@ -16,10 +16,10 @@ from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction import H2O, RKV, RPC, TOVA, RandomEviction, SinkWindow
 from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
-from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.families import make_family
+from tests.helpers.gates import random_gates
 from tests.helpers.models import make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
@@ -33,11 +33,6 @@ ENTRY = 2 * 16 * 4  # bytes of key and value of one token of one head: 2 tensors
 
 def prompt(rows: int = 1, length: int = 12, seed: int = 3) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def make_gates(model: PreTrainedModel) -> HeadGates:
-    alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    return HeadGates(alpha=alpha, model=ModelShape.from_config(model.config))
 
 
 def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -63,7 +58,7 @@ def test_sparsity_zero_is_stock_generate_and_exit_restores_everything(
     ids = prompt(3)
     stock = tiny_model.generate(ids, attention_mask=MASK, **GREEDY)
     before = state_of(tiny_model)
-    gates = make_gates(tiny_model)
+    gates = random_gates(tiny_model)
     with rlkv.compress(tiny_model, gates, sparsity=0.0, protect_prompt=protect_prompt) as session:
         assert torch.equal(tiny_model.generate(ids, attention_mask=MASK, **GREEDY), stock)
         # generation's length is known: no headroom
@@ -195,7 +190,7 @@ def test_mixed_attention_with_binary_gates_equals_the_cache(tiny_model: PreTrain
 
 
 def test_gates_object_file_and_allocation_agree(tmp_path: Path, llama: PreTrainedModel) -> None:
-    gates = make_gates(llama)
+    gates = random_gates(llama)
     gates.save(tmp_path / "gates.pt")
     allocation = HeadAllocation.from_gates(gates, 0.5)
     outputs = []
@@ -276,7 +271,7 @@ def test_the_prompt_can_be_protected(
 
 
 def test_sizes_are_those_of_the_gates_unless_given(llama: PreTrainedModel) -> None:
-    gates = make_gates(llama)
+    gates = random_gates(llama)
     gates.deploy_sink = 3
     gates.deploy_window = 9
     gates.deploy_protect_prompt = True
@@ -358,9 +353,9 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
     ("arguments", "message"),
     [
         ({}, "gates and eviction are both missing"),
-        ({"gates": make_gates(make_tiny_model("llama"))}, "sparsity is missing"),
-        ({"gates": make_gates(make_tiny_model("qwen2")), "sparsity": 0.5}, "qwen2"),
-        ({"gates": make_gates(make_tiny_model("llama")), "sparsity": 1.5}, "sparsity"),
+        ({"gates": random_gates(make_tiny_model("llama"))}, "sparsity is missing"),
+        ({"gates": random_gates(make_tiny_model("qwen2")), "sparsity": 0.5}, "qwen2"),
+        ({"gates": random_gates(make_tiny_model("llama")), "sparsity": 1.5}, "sparsity"),
         ({"gates": "absent/gates.pt", "sparsity": 0.5}, "absent"),
         ({"gates": SHORT_GATES}, "2 layers x 4 KV heads"),
         ({"gates": torch.ones(3, 4), "sparsity": 0.5}, r"gates is a Tensor: .* HeadGates\(alpha\)"),

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import rlkv
-from rlkv import HeadAllocation, HeadGates, tiny
+from rlkv import HeadAllocation, tiny
 from rlkv.eviction import RKV
 from rlkv.inference.lossless import accept_sampled
-from rlkv.models.shape import ModelShape
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.cached_logits import draw_ids, real_tokens
 from tests.helpers.families import make_family
+from tests.helpers.gates import random_gates
 from tests.helpers.models import SOFTMAXES, make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
@@ -26,11 +26,6 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "eos_token_i
 IDS = draw_ids(3, 12)
 MASK = real_tokens([0, 4, 9], 12).long()
 PADDED = {"attention_mask": MASK}
-
-
-def make_gates(model: PreTrainedModel) -> HeadGates:
-    alpha = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    return HeadGates(alpha=alpha, model=ModelShape.from_config(model.config))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def test_greedy_tokens_are_those_of_generate(
     model = make_tiny_model(kind)
     given = {"attention_mask": MASK[:rows], **GREEDY}
     stock = model.generate(IDS[:rows], **given)
-    gates = make_gates(model)
+    gates = random_gates(model)
     out = rlkv.generate_lossless(model, IDS[:rows], gates, sparsity, drafted, **SIZES, **given)
     assert torch.equal(out.sequences, stock)
     assert out.tokens == 40 * rows
@@ -93,7 +88,7 @@ def test_rows_end_at_their_end_tokens_inside_of_drafts(model: PreTrainedModel) -
     ends = [int(stock[0, 12 + 5]), int(stock[1, 12 + 17])]  # neither after a draft of 8
     given = {**PADDED, **GREEDY, "eos_token_id": ends, "pad_token_id": 0}
     stock = model.generate(IDS, **given)
-    out = rlkv.generate_lossless(model, IDS, make_gates(model), 0.0, 8, **SIZES, **given)
+    out = rlkv.generate_lossless(model, IDS, random_gates(model), 0.0, 8, **SIZES, **given)
     assert torch.equal(out.sequences, stock)
     assert (stock == 0)[:, 12:].any()
     assert out.accepted == out.drafted
