@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 
 from rlkv.cli.app import QUIET, parse, read_config, run_app
 from rlkv.data.filter import FilterConfig
+from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import ROOT
 
 
@@ -174,19 +176,6 @@ def test_only_our_lines_are_printed_unless_verbose() -> None:
             assert (text in done.stderr) == ("--verbose" in arguments)
 
 
-def ending(app: Callable[[], object]) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        run_app(app)
-    return int(stopped.value.code or 0)
-
-
-def raising(error: BaseException) -> Callable[[], object]:
-    def program() -> None:
-        raise error
-
-    return program
-
-
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -198,25 +187,21 @@ def raising(error: BaseException) -> Callable[[], object]:
     ],
 )
 def test_errors_of_users_have_their_exit_codes(
-    error: BaseException,
-    code: int,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["program"])
-    assert ending(raising(error)) == code
+    program = Mock(side_effect=[error, None])
+    assert exit_code(partial(run_app, program), "program") == code
     assert capsys.readouterr().err == text
-    assert ending(lambda: None) == 0
+    assert exit_code(partial(run_app, program), "program") == 0
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for bug in (RuntimeError("bug"), OSError("no file is named"), KeyError("x")):
         with pytest.raises(type(bug)):
-            run_app(raising(bug))
+            run_app(Mock(side_effect=bug))
     monkeypatch.setenv("RLKV_TRACEBACK", "1")
     with pytest.raises(ValueError, match="seen"):
-        run_app(raising(ValueError("seen")))
+        run_app(Mock(side_effect=ValueError("seen")))
 
 
 def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,9 @@ from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.builtin import TINY_FOLDER
 from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
+from rlkv.utils.files import write_jsonl
 from rlkv.vllm.settings import ServingSettings
+from tests.helpers.exit_code import exit_code
 from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -109,10 +111,6 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
 # --- files
 
 
-def write_lines(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -122,7 +120,7 @@ def files(tmp_path: Path) -> tuple[object, ...]:
     """Options to answer ten problems."""
     drawn = problems(10, seed=0)
     rows = [{"problem": row["problem"], "answer": row["answer"]} for row in drawn]
-    write_lines(tmp_path / "in.jsonl", rows)
+    write_jsonl(tmp_path / "in.jsonl", rows)
     paths = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
     return (*paths, "--batch-size", 3, "--max-new-tokens", 12)
 
@@ -132,7 +130,7 @@ def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path)
     given = read_lines(tmp_path / "in.jsonl")
     del given[0]["answer"]
     given[1]["answer"] = None
-    write_lines(tmp_path / "in.jsonl", given)
+    write_jsonl(tmp_path / "in.jsonl", given)
     err = ask(*files, "--sparsity", 0, "--compare-full")[1]
     rows = read_lines(tmp_path / "out.jsonl")
     assert [row["index"] for row in rows] == list(range(10))
@@ -244,18 +242,14 @@ def test_user_errors_are_one_line_and_exit_code_2(
     arguments: str,
     message: str,
     capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
     before = sorted(tmp_path.iterdir())
     paths = {"OUT": str(tmp_path / "out.jsonl"), "IN": str(tmp_path / "in.jsonl")}
     paths["GATES"] = str(gates_file)
     words = [paths.get(word, word) for word in arguments.split()]
-    monkeypatch.setattr("sys.argv", ["rlkv-infer", *words])
-    with pytest.raises(SystemExit) as exit_info:
-        main()
+    assert exit_code(main, "rlkv-infer", *words) == 2
     err = capsys.readouterr().err
-    assert exit_info.value.code == 2
     assert message in err
     assert sorted(tmp_path.iterdir()) == before, "nothing is written"
     lines = re.split(r"[\r\n]+", err.strip())

@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import zlib
@@ -38,12 +37,11 @@ def checksum_reward(completions: Sequence[str], answers: Sequence[str]) -> list[
     ]
 
 
-def write_curriculum(path: Path, number: int = 10) -> Path:
+def write_curriculum(path: Path, number: int = 10) -> None:
     from rlkv.tiny import problems
+    from rlkv.utils.files import write_jsonl
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(p) + "\n" for p in problems(number, 0, max_definitions=4)))
-    return path
+    write_jsonl(path, problems(number, 0, max_definitions=4))
 
 
 def make_policy() -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from rlkv import tiny
 from rlkv.cli.app import parse
 from rlkv.evaluation.analyses import run_study
 from rlkv.evaluation.study import StudyConfig
+from rlkv.utils.files import write_jsonl
 from tests.helpers.gates import tiny_gates
 
 TOKENS = 45
@@ -29,9 +30,7 @@ def write_inputs(folder: Path) -> Path:
         replace(gates, alpha=values).save(folder / name / "gates.pt")
     (folder / "a" / "log.jsonl").write_text('{"time/step_s": 9.0, "time/step_cpu_s": 7.0}\n')
     problems = tiny.problems(NUM_PROBLEMS, seed=3, min_definitions=3, max_definitions=5)
-    (folder / "problems.jsonl").write_text(
-        "".join(json.dumps(problem) + "\n" for problem in problems)
-    )
+    write_jsonl(folder / "problems.jsonl", problems)
     return folder
 
 

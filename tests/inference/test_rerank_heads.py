@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import runpy
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,35 +12,31 @@ import torch
 
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
+from rlkv.utils.files import write_jsonl
+from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import ROOT
 
-
-def run_program(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
-    monkeypatch.setattr(sys, "argv", ["rerank_heads.py", *options])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "inference" / "rerank_heads.py"), run_name="__main__")
-    return ended.value.code
+PROGRAM = str(ROOT / "inference" / "rerank_heads.py")
+run_program = partial(exit_code, partial(runpy.run_path, PROGRAM, run_name="__main__"), PROGRAM)
 
 
-def test_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gates = HeadGates(torch.linspace(0, 1, 24).view(4, 6), deploy_sink=4, deploy_window=16)
     gates.save(tmp_path / "gates.pt")
     drawn = [draw_problem(random.Random(seed), 4) for seed in range(3)]
     rows = [{"problem": p.problem, "answer": p.answer, "output": p.solution} for p in drawn]
-    (tmp_path / "curriculum.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "curriculum.jsonl", rows)
     options = ["--gates", str(tmp_path / "gates.pt"), "--output", str(tmp_path / "out.pt")]
     options += ["--curriculum", str(tmp_path / "curriculum.jsonl"), "--low", "0.9", "--high", "1"]
     options += ["--num-traces", "3"]
     named = [*options, "--model", "tiny"]
 
     def refused(*given: str) -> str:
-        assert run_program(monkeypatch, *given) == 2
+        assert run_program(*given) == 2
         return capsys.readouterr().err
 
     assert "names no model: pass --model" in refused(*options)
-    assert run_program(monkeypatch, *named) == 0
+    assert run_program(*named) == 0
     result = HeadGates.load(tmp_path / "out.pt")
     kept = gates.alpha <= 0.9
     assert kept.sum() == 21
