@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import H2O, POLICIES, RKV, RPC, TOVA, RandomEviction, SinkWindow, make_policy
+from rlkv.eviction import H2O, POLICIES, RKV, RPC, RandomEviction, SinkWindow, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from tests.helpers.naive_eviction import random_draws, random_entries
 
@@ -75,15 +75,7 @@ def test_rpc_schedule() -> None:
     assert counts(RPC(buffer=10, ratio=0.5, extra=64), 1000, 3) == (564, 574)
 
 
-def test_rpc_keeps_by_layer_group_or_query_head() -> None:
-    keys, queries = random_entries(1, 60, 1, 10, seed=0)
-    kept = {
-        aggregation: RPC(budget=24, R=10, aggregation=aggregation).select(keys, queries, 24)
-        for aggregation in ("all", "group", "head")
-    }
-    assert torch.equal(kept["head"], kept["group"])  # one query head per KV head
-    assert (kept["all"] == kept["all"][:, :1]).all()
-    assert (kept["group"] != kept["group"][:, :1]).any()
+def test_query_heads_that_keep_their_own_tokens_need_keys_of_their_own() -> None:
     keys, queries = random_entries(1, 60, 2, 10, seed=0)
     with pytest.raises(ValueError, match="aggregation"):
         RPC(budget=24, R=10, aggregation="head").select(keys, queries, 24)
@@ -119,12 +111,6 @@ def test_random_draws_are_a_hash_of_seed_layer_head_tokens_and_place() -> None:
     keys, queries = random_entries(1, 40, 1, 1, seed=3)
     found = policy.scores(keys, queries, valid, layer=2)[0].numpy()
     assert np.array_equal(found, random_draws(5, 2, 3, 40))
-
-
-def test_tova_keeps_the_same_tokens_in_all_heads() -> None:
-    keys, queries = random_entries(2, 90, 2, 1, seed=11)
-    kept = TOVA(budget=24).select(keys, queries, 24)
-    assert (kept == kept[:, :1]).all()
 
 
 REFUSED = [
