@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +13,9 @@ import torch
 import yaml
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.gates.publish import model_card, plot_gates, plot_histogram, push_gates, without_path
+from rlkv.gates.publish import model_card, plot_gates, push_gates, without_path
 from tests.helpers.fake_hub import COMMIT, REPO, FakeHub, run_with_hub, serve
 from tests.helpers.gates import make_gates
-
-
-@pytest.mark.parametrize("plot", [plot_gates, plot_histogram])
-def test_another_suffix_is_refused(plot: Callable[[HeadGates, Path], None], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'txt'.*\.png"):
-        plot(HeadGates(torch.zeros(2, 2)), tmp_path / "gates.txt")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_heat_map_shows_every_gate_in_its_colour(tmp_path: Path) -> None:
