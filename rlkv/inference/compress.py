@@ -28,15 +28,8 @@ from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import (
-    CHUNKED,
-    CROSS,
     FULL,
-    FULL_AND_LINEAR,
-    LINEAR,
-    NONE,
-    SHARED,
-    SLIDING,
-    SLIDING_AND_LINEAR,
+    LATENT,
     Layout,
     describe_heads,
     gated_places,
@@ -56,8 +49,6 @@ if TYPE_CHECKING:
     from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
-# kinds of layers
-SERVED = {FULL, FULL_AND_LINEAR, SLIDING, SLIDING_AND_LINEAR, CHUNKED, LINEAR, SHARED, NONE, CROSS}
 # models of which compress(...) has read two tokens, without and with a policy that reads queries
 _TRIED: tuple[WeakSet[PreTrainedModel], WeakSet[PreTrainedModel]] = (WeakSet(), WeakSet())
 
@@ -100,7 +91,7 @@ def check_servable(model: Any) -> Layout:
             f"{layout.model_type} has no layer with full attention ({layout.describe()}): there is "
             "no full KV cache to compress, so use a model with full attention in some layers"
         )
-    if {layer.kind for layer in layout.layers} - SERVED:
+    if LATENT in {layer.kind for layer in layout.layers}:
         raise ValueError(
             f"{layout.model_type} has {layout.describe()}: compress(...) serves models in which "
             "every layer has full, sliding-window or linear attention of its own, such as Llama, "
