@@ -23,6 +23,7 @@ from rlkv.attention.head_gate import (
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.families import make_config, make_family
+from tests.helpers.gated import fill_gates
 from tests.helpers.models import make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -37,13 +38,6 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def gated(family: str = "llama", base: Any = None, **settings: Any) -> PeftModel:
     config = HeadGateConfig(**{"sink": 2, "window": 8, **settings})
     return get_peft_model(make_tiny_model(family) if base is None else base, config)
-
-
-def randomize(model: PeftModel) -> None:
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for _, gate in gate_parameters(model):
-            gate.uniform_()
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -61,7 +55,7 @@ def test_adapters_that_name_other_modules_are_refused_and_put_on_by_layers(
     """Their attention is not at ``model.layers.N.self_attn``, which HeadGates.save writes."""
     base = make_family(family)
     model = gated(base=copy.deepcopy(base))
-    randomize(model)
+    fill_gates(model, "random")
     gates = HeadGates(gates_matrix(model), heads=gate_counts(model))
     gates.save(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"differ in the modules.*set_gates") as raised:
@@ -79,7 +73,7 @@ def test_gates_of_many_layers_are_loaded_where_peft_shortens_their_names(tmp_pat
     config.layer_types = ["conv", "full_attention"] * 20
     base = AutoModelForCausalLM.from_config(config).eval()
     model = gated(base=copy.deepcopy(base))
-    randomize(model)
+    fill_gates(model, "random")
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     assert named == ["self_attn"]
@@ -95,7 +89,7 @@ def test_saving_keeps_the_gates_and_their_sizes_only(family: str, tmp_path: Path
     assert len(names) == 3
     assert all(name.endswith("self_attn.rlkv_gate.alpha.default") for name in names)
     assert torch.equal(gates_matrix(model), torch.ones(3, 4))
-    randomize(model)
+    fill_gates(model, "random")
     expected, matrix = logits(model), gates_matrix(model)
     model.save_pretrained(tmp_path / "gates")
     stored = load_file(tmp_path / "gates" / "adapter_model.safetensors")
@@ -117,7 +111,7 @@ def test_saving_keeps_the_gates_and_their_sizes_only(family: str, tmp_path: Path
 def test_peft_and_transformers_load_what_gates_save(head: bool, tmp_path: Path) -> None:
     make_tiny_model("qwen3").save_pretrained(tmp_path / "base")
     model = gated(base=AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    randomize(model)
+    fill_gates(model, "random")
     matrix = gates_matrix(model)
     shape = ModelShape.from_config(model.config, str(tmp_path / "base"))
     HeadGates(matrix, model=shape, sink=2, window=8).save(tmp_path / "gates")
@@ -136,7 +130,7 @@ def test_disabled_and_unloaded_models_are_the_untouched_one(family: str) -> None
     base = make_tiny_model(family)
     expected = logits(base)
     model = gated(base=base)
-    randomize(model)
+    fill_gates(model, "random")
     with_gates = logits(model)
     assert (with_gates - expected).abs().max() > 0.1
     with model.disable_adapter():
@@ -174,7 +168,7 @@ def test_several_adapters_have_gates_and_sizes_of_their_own() -> None:
 
 def test_a_copy_of_a_gated_model_works_on_its_own() -> None:
     model = gated()
-    randomize(model)
+    fill_gates(model, "random")
     twin = copy.deepcopy(model)
     assert torch.equal(logits(twin), logits(model))
     with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkv.attention import mixed
 from rlkv.attention.head_gate import gate_parameters
-from tests.helpers.gated import SINK, WINDOW, make_batch, make_gated, positions, set_gates
+from tests.helpers.gated import SINK, WINDOW, fill_gates, make_batch, make_gated, positions
 from tests.helpers.mixed_reference import local_mask
 from tests.helpers.models import FAMILIES, SOFTMAXES, make_tiny_model
 
@@ -179,5 +179,5 @@ def test_float32_gates_on_a_bfloat16_base() -> None:
     assert gated(ids).logits.dtype == torch.bfloat16
     gated(ids).logits.float().sum().backward()
     assert gates[0].grad.dtype == torch.float32
-    set_gates(gated, 1.0)
+    fill_gates(gated, 1.0)
     assert torch.equal(gates[0], torch.ones(4))

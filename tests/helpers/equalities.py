@@ -22,6 +22,7 @@ from rlkv import HeadGates
 from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from tests.helpers.families import FAMILIES, Family, make_family
+from tests.helpers.gated import fill_gates
 from tests.helpers.mixed_reference import reference_logits
 
 SINK = 1
@@ -64,10 +65,7 @@ class Case:
     def gated(self, value: float | str = 1.0) -> Any:
         config = HeadGateConfig(sink=SINK, window=WINDOW)
         gated = peft.get_peft_model(copy.deepcopy(self.model), config).eval()
-        generator = torch.Generator().manual_seed(7)
-        for _, gate in gate_parameters(gated):
-            drawn = torch.rand(gate.shape, generator=generator)
-            gate.data.copy_(drawn if value == "random" else torch.full_like(drawn, value))
+        fill_gates(gated, value)
         return gated
 
     def heads(self, gated: Any) -> dict[int, int]:

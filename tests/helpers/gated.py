@@ -12,17 +12,16 @@ SINK, WINDOW = 4, 16
 
 
 def make_gated(
-    family: str, value: float | str = 1.0, sink: int = SINK, window: int = WINDOW, seed: int = 0
+    family: str, value: float | str = 1.0, sink: int = SINK, window: int = WINDOW
 ) -> PeftModel:
     """A tiny random model with all gates at ``value``, or ``"random"`` ones."""
-    model = get_peft_model(
-        make_tiny_model(family, seed=seed), HeadGateConfig(sink=sink, window=window)
-    ).eval()
-    set_gates(model, value)
+    config = HeadGateConfig(sink=sink, window=window)
+    model = get_peft_model(make_tiny_model(family), config).eval()
+    fill_gates(model, value)
     return model
 
 
-def set_gates(model: PeftModel, value: float | str) -> None:
+def fill_gates(model: PeftModel, value: float | str) -> None:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for _, gate in gate_parameters(model):
@@ -33,14 +32,12 @@ def set_gates(model: PeftModel, value: float | str) -> None:
             )
 
 
-def make_batch(
-    lengths: list[tuple[int, int]], total: int, seed: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(lengths: list[tuple[int, int]], total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(input_ids, attention_mask)`` int64 ``[B, total]``.
 
     ``lengths`` are (left padding, right padding) per row.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, (len(lengths), total), generator=generator)
     mask = torch.ones_like(ids)
     for row, (left, right) in enumerate(lengths):
