@@ -257,7 +257,6 @@ def test_sampling_from_one_token_is_greedy(model: PreTrainedModel) -> None:
         ({"use_cache": False}, "use_cache=False"),
         ({"attention_mask": MASK.flip(1)}, "left padding only"),
         ({"sparsity": 0.5}, "sparsity is given together with a HeadAllocation"),
-        ({"window": 0}, "window is 0"),
     ],
 )
 def test_refused_calls(model: PreTrainedModel, given: dict[str, Any], message: str) -> None:
