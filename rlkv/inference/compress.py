@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,7 @@ from transformers.generation import GenerationMode
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.layer import UNCHANGED
 from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
+from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import (
@@ -44,9 +45,6 @@ from rlkv.models.loading import (
 )
 from rlkv.utils.devices import leave_cudnn_out
 from rlkv.utils.runtime import shadow
-
-if TYPE_CHECKING:
-    from rlkv.eviction.base import EvictionPolicy
 
 Gates = HeadGates | HeadAllocation | str | Path | None
 # models of which compress(...) has read two tokens, without and with a policy that reads queries
@@ -344,7 +342,7 @@ def _check_policy(
             "out to evict from all heads"
         )
     given = [name for name, value in sizes.items() if value not in (None, False)]
-    if given and eviction is not None and evict_from == COMPRESSIBLE:
+    if given and isinstance(eviction, EvictionPolicy) and evict_from == COMPRESSIBLE:
         raise ValueError(
             f"{' and '.join(given)} cannot be given with the eviction policy {eviction.name}, "
             "which decides itself what is kept: set its own fields, such as RKV(budget=256, "

@@ -331,6 +331,7 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"eviction": RKV(budget=12), "evict_from": "full"}, "evict_from='full' needs gates"),
         ({**BY_RKV, "gates": NONE_FULL, "evict_from": "full"}, "but none is full"),
         ({"eviction": "rkv"}, "^eviction is"),
+        ({**PLAIN, "eviction": "rkv", "sink": 2}, "^eviction is 'rkv', which is not a policy"),
     ],
 )
 def test_what_does_not_fit(llama: PreTrainedModel, arguments: Any, message: str) -> None:
