@@ -33,15 +33,14 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlkv.cli.app import parse, run_app
-from rlkv.inference.session import InferConfig
-
-if TYPE_CHECKING:
-    from rlkv.inference.engine import OnText, Reply
-    from rlkv.inference.session import InferSession
-    from rlkv.rollout.base import Completion
+from rlkv.eviction import POLICIES
+from rlkv.inference.engine import Chat, OnText, Reply
+from rlkv.inference.session import InferConfig, InferSession, run_batches
+from rlkv.rollout.base import Completion
+from rlkv.vllm.settings import EVICTIONS
 
 TAGS = re.compile("(<think>|</think>)")
 DIM, NORMAL = "\033[2m", "\033[0m"
@@ -80,9 +79,11 @@ class ThinkingStream:
 
 def infer() -> None:
     """Parse the command line, load the model and answer."""
-    config = parse(InferConfig, _description())
-    from rlkv.inference.session import InferSession
-
+    description = (
+        f"{__doc__}\nPolicies of --eviction: {', '.join(POLICIES)}; with --backend vllm "
+        f"{', '.join(EVICTIONS)}."
+    )
+    config = parse(InferConfig, description)
     session = InferSession.open(config)
     if config.is_chat:
         _chat(session)
@@ -92,19 +93,6 @@ def infer() -> None:
         _answer_vllm(session, config.prompt)
     else:
         _answer(session, config.prompt)
-
-
-def _description() -> str | None:
-    """Return the text of ``--help``, with the policies: they are imported for it alone."""
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        return __doc__
-    from rlkv.eviction import POLICIES
-    from rlkv.vllm.settings import EVICTIONS
-
-    return (
-        f"{__doc__}\nPolicies of --eviction: {', '.join(POLICIES)}; with --backend vllm "
-        f"{', '.join(EVICTIONS)}."
-    )
 
 
 def _say(text: str) -> None:
@@ -150,8 +138,6 @@ def _answer_vllm(session: InferSession, prompt: str) -> None:
 
 
 def _answer_file(session: InferSession) -> None:
-    from rlkv.inference.session import run_batches
-
     rows, resumed, usages = run_batches(session)
     earlier = f", {resumed} of them from an earlier run" if resumed else ""
     _say(f"{len(rows)} answers in {session.config.output}{earlier}")
@@ -169,8 +155,6 @@ def _answer_file(session: InferSession) -> None:
 
 
 def _chat(session: InferSession) -> None:
-    from rlkv.inference.engine import Chat
-
     chat = Chat(session.engine, session.sampling, session.template)
     _say("Chat: /reset starts over, Ctrl-D ends.")
     while True:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from rlkv.cache import CacheSettings
+from rlkv.eviction import EvictionPolicy, make_policy, parse_options
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.compress import resolve_allocation
@@ -23,10 +25,7 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, provenance
 from rlkv.utils.store import check_output, open_store
 from rlkv.verifier import is_correct
-
-if TYPE_CHECKING:
-    from rlkv.cache import CacheSettings
-    from rlkv.eviction.base import EvictionPolicy
+from rlkv.vllm.settings import ServingSettings, check_temperature
 
 FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
 DEFAULT_SPARSITY = 0.5
@@ -163,8 +162,6 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--model is missing: without --gates nothing names the model")
 
     def _check_vllm(self) -> None:
-        from rlkv.vllm.settings import check_temperature
-
         if self.compare_full:
             raise ValueError(
                 "--compare-full does not work with --backend vllm: leave out one of the two"
@@ -196,8 +193,6 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         """
         if self.eviction is None:
             return None
-        from rlkv.eviction import make_policy, parse_options
-
         given = parse_options(list(self.eviction_option))
         for name, value in (("budget", self.budget), ("ratio", self.ratio)):
             if value is None:
@@ -287,7 +282,6 @@ class InferSession:
         template = choose_template(config.template, trained_with, model=model)
         if config.backend == "vllm":
             from rlkv.vllm.engine import ServingEngine
-            from rlkv.vllm.settings import ServingSettings
 
             assert allocation is not None, "checked with the options"
             serving = ServingSettings.of(allocation, cache)
