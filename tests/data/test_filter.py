@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import runpy
-import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +24,9 @@ from rlkv.tiny import draw_problem
 from rlkv.utils.files import read_log
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import run_program
 
-PROGRAM = ROOT / "data_prep" / "filter_deepscaler.py"
+PROGRAM = "data_prep/filter_deepscaler.py"
 BUCKETS = ("0-64:4", "64-128:50")
 
 
@@ -318,14 +316,6 @@ def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
-    """The exit code of the program."""
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *options])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PROGRAM), run_name="__main__")
-    return ended.value.code
-
-
 def test_the_program(
     tmp_path: Path,
     model_folder: str,
@@ -336,9 +326,9 @@ def test_the_program(
     options = ["--model", model_folder, "--input", "tiny", "--num-problems", "6"]
     options += ["--max-length", "120", "--output-dir", "o/out"]
     eight = ["--max-new-tokens", "8", "--shard"]
-    assert run(monkeypatch, *options, *eight, "0/2") == 0
+    assert run_program(PROGRAM, *options, *eight, "0/2") == 0
     assert "Shard 0/2 is complete. Not complete yet: 1/2 (3 problems)" in capsys.readouterr().out
-    assert run(monkeypatch, *options, *eight, "1/2") == 0
+    assert run_program(PROGRAM, *options, *eight, "1/2") == 0
     out = capsys.readouterr().out
     assert "None of the 6 problems was solved" in out
     assert "Curriculum and report: o/out" in out
@@ -346,10 +336,10 @@ def test_the_program(
     assert report["versions"]["torch"]
     assert report["config"]["output_dir"] == "o/out"
     assert str(tmp_path) not in Path("o/out/report.md").read_text().replace(model_folder, "")
-    assert run(monkeypatch, *options, "--max-new-tokens", "9") == 2
+    assert run_program(PROGRAM, *options, "--max-new-tokens", "9") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "max_new_tokens was 8 and is now 9" in line
-    assert run(monkeypatch, "--model", "tiny", "--input", "absent.jsonl") == 2
+    assert run_program(PROGRAM, "--model", "tiny", "--input", "absent.jsonl") == 2
     assert "absent.jsonl does not exist" in capsys.readouterr().err
 
 

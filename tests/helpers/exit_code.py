@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 
-def exit_code(main: Callable[[], None], *words: object) -> int:
+def exit_code(main: Callable[[], object], *words: object) -> int:
     """Return what ``main`` exits with; the first word is the name of the program."""
     with (
         mock.patch.object(sys, "argv", list(map(str, words))),

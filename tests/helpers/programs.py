@@ -1,12 +1,14 @@
-"""The repository's programs as modules, for tests that call them in this process."""
+"""The repository's programs in this process: as modules, and as files that are run."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import ROOT
 
 
@@ -19,3 +21,8 @@ def load_program(path: str) -> Any:
     sys.modules[spec.name] = module  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
     return module
+
+
+def run_program(path: str, *words: object) -> int:
+    """Return the exit code of a program."""
+    return exit_code(lambda: runpy.run_path(str(ROOT / path), run_name="__main__"), path, *words)

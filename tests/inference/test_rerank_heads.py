@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import runpy
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,9 @@ import torch
 from rlkv.gates.head_gates import HeadGates
 from rlkv.tiny import draw_problem
 from rlkv.utils.files import write_jsonl
-from tests.helpers.exit_code import exit_code
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import run_program
 
-PROGRAM = str(ROOT / "inference" / "rerank_heads.py")
-run_program = partial(exit_code, partial(runpy.run_path, PROGRAM, run_name="__main__"), PROGRAM)
+PROGRAM = "inference/rerank_heads.py"
 
 
 def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,11 +28,11 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = [*options, "--model", "tiny"]
 
     def refused(*given: str) -> str:
-        assert run_program(*given) == 2
+        assert run_program(PROGRAM, *given) == 2
         return capsys.readouterr().err
 
     assert "names no model: pass --model" in refused(*options)
-    assert run_program(*named) == 0
+    assert run_program(PROGRAM, *named) == 0
     result = HeadGates.load(tmp_path / "out.pt")
     kept = gates.alpha <= 0.9
     assert kept.sum() == 21

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from rlkv.training.config import (
     option_names,
 )
 from rlkv.training.grpo import load_curriculum
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import run_program
 
 PAPER = {
     "llama8b": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 1e-3, 0.5, 1.0),
@@ -189,17 +187,10 @@ def test_wrong_options_of_a_distillation_are_named(options: str, named: str) -> 
     ],
 )
 def test_the_program_ends_with_one_sentence(
-    options: str,
-    named: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--use-cpu", "--output-dir", str(tmp_path / "run"), *options.split()]
-    monkeypatch.setattr(sys, "argv", ["grpo_gates.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "train" / "grpo_gates.py"), run_name="__main__")
-    assert ended.value.code == 2
+    folder = ["--use-cpu", "--output-dir", tmp_path / "run"]
+    assert run_program("train/grpo_gates.py", *folder, *options.split()) == 2
     assert named in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
