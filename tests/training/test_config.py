@@ -165,15 +165,21 @@ def test_mixed_precision_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPa
         ("--data traces --haystack a.txt", "haystack belongs to --data recall"),
         ("--curriculum a.parquet", "curriculum belongs to --data traces"),
         ("--prefill full", "prefill full is for --data traces"),
+        ("--data traces --prefill full --gradient-checkpointing", "use prefill local"),
         ("--max-length 10", "max_length must be at least 1000"),
         ("--steps 0", "--steps must be at least 1"),
         ("--l1-weight -1", "--l1-weight must"),
-        ("--learning-rate 0", "learning_rate"),
+        ("--learning-rate 0", "learning_rate must be above 0"),
     ],
 )
 def test_wrong_options_of_a_distillation_are_named(options: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse_distill_config(options.split())
+
+
+def test_choices_are_checked_in_python_too() -> None:
+    with pytest.raises(ValueError, match="data must be one of recall, traces, got 'books'"):
+        DistillSettings(data="books")
 
 
 @pytest.mark.parametrize(

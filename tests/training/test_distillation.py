@@ -316,26 +316,6 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"data": "books"}, "data must be one of recall, traces, got 'books'"),
-        ({"l1_weight": -1.0}, "--l1-weight must be at least 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
-        ({"max_length": 10}, "max_length must be at least 1000"),
-        ({"curriculum": "a.parquet"}, "curriculum belongs to --data traces"),
-        ({"data": "traces", "haystack": "a.txt"}, "haystack belongs to --data recall"),
-        ({"prefill": "full"}, "use prefill local"),
-        ({"prefill": "full", "data": "traces", "gradient_checkpointing": True}, "prefill local"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    options: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        DistillSettings(**options)
-
-
 def test_a_hybrid_trains_and_exports_the_gates_of_its_full_layers(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "num_hidden_layers": 4}
