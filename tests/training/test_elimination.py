@@ -446,14 +446,13 @@ def test_gates_are_the_start(curriculum: Path) -> None:
         ({"elimination_sparsity": 0.41, "elimination_distillation": 8}, "further apart"),
         ({"elimination_sparsity": 1.5, "elimination_distillation": 8}, "1.5"),
         ({"elimination_traces": 7}, "7.*has only 6"),
-        ({"curriculum": "x.jsonl"}, "x"),
     ],
 )
 def test_what_does_not_fit_is_named(
     changed: dict[str, object], named: str, curriculum: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        run(tmp_path / "run", **{"curriculum": curriculum, **changed})
+        run(tmp_path / "run", curriculum, **changed)
     assert not (tmp_path / "run").exists()
 
 
@@ -484,18 +483,3 @@ def test_jamba_reads_prompts_through_the_masks(curriculum: Path, tmp_path: Path)
     assert not (tmp_path / "run").exists()
     options = {"elimination_sparsity": 0.5, "elimination_prefill": "local"}
     assert run(tmp_path / "run", curriculum, model, tokenizer, **options).layers == [1]
-
-
-def test_a_model_without_gates_is_refused(curriculum: Path, tmp_path: Path) -> None:
-    _, tokenizer = tiny.load()
-    model = make_family("mistral_sliding", vocab_size=len(tokenizer))
-    with pytest.raises(ValueError, match="no layer with full attention"):
-        run(tmp_path / "run", curriculum, model, tokenizer, **DISTILLED)
-    assert not any("rlkv_gate" in name for name, _ in model.named_modules())
-    assert not (tmp_path / "run").exists()
-
-
-def test_solutions_are_asked_for() -> None:
-    arguments = ["--config", "tiny", "--finder", "elimination", "--use-cpu"]
-    with pytest.raises(ValueError, match="--curriculum"):
-        eliminate_heads(*parse_config(arguments))
