@@ -64,7 +64,6 @@ GROUPS = {
     "rollouts": "GRPO: samples, and what makes them.",
     "logs": "What is measured and plotted on the way.",
     "elimination": "Elimination alone, but for --elimination-traces.",
-    "attention": "Attention alone.",
 }
 
 

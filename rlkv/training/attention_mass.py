@@ -6,10 +6,9 @@ of that over solutions.  The idea is KVzip's (arXiv 2505.23416), which scores KV
 attention that any query of a group gives them while the model repeats its context.
 
 Why the largest: a head that looks up one value is needed, though its mean is small, and a solution
-goes wrong by one token.  Diffuse attention to the past raises the mean and can be spared.  On both
-small models the mean chooses no better heads than chance does (docs/find-heads.md); it is there to
-compare with.  DuoAttention (arXiv 2410.10819) argues against profiles of attention altogether: they
-see neither the values nor what an error does later.
+goes wrong by one token.  Diffuse attention to the past raises the mean and can be spared.
+DuoAttention (arXiv 2410.10819) argues against profiles of attention altogether: they see neither
+the values nor what an error does later.
 """
 
 from __future__ import annotations
