@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from rlkv.data.problems import load_problems
 from rlkv.smol import problems as smol_problems
 from rlkv.tiny import problems
+from rlkv.utils.files import read_log, write_jsonl
 from tests.helpers.programs import run_program
 
 
@@ -17,24 +17,20 @@ def draw(output: Path, *options: str) -> int:
     return run_program("data_prep/draw_problems.py", "--output", output, *options)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_test_set(tmp_path: Path) -> None:
     output = tmp_path / "new" / "problems.jsonl"
     assert draw(output, "--num-problems", "7", "--steps", "3-5", "--seed", "11") == 0
-    assert read(output) == problems(7, 11, 3, 5)
+    assert read_log(output) == problems(7, 11, 3, 5)
     loaded = [{"problem": p.problem, "answer": p.answer} for p in load_problems(str(output))]
-    assert loaded == read(output)
+    assert loaded == read_log(output)
     options = ["--model", "smol", "--num-problems", "5", "--steps", "4-10", "--seed", "2"]
     before = output.read_bytes()
     assert draw(output, *options) == 2
     assert output.read_bytes() == before
     assert draw(output, *options, "--overwrite") == 0
-    assert read(output) == smol_problems(5, 2, 4, 10)
+    assert read_log(output) == smol_problems(5, 2, 4, 10)
     assert draw(output, *options, "--held-out-names", "--overwrite") == 0
-    assert read(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
+    assert read_log(output) == smol_problems(5, 2, 4, 10, held_out_names=True)
 
 
 def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path) -> None:
@@ -42,19 +38,19 @@ def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path) -> None:
     config = tmp_path / "filter.yaml"
     config.write_text("model: tiny\ninput: tiny\nnum_problems: 12\nseed: 3\nbuckets: 0-99:5\n")
     curriculum = tmp_path / "curriculum.jsonl"
-    curriculum.write_text("".join(json.dumps(row) + "\n" for row in pool[:5]))
+    write_jsonl(curriculum, pool[:5])
     options = ["--config", str(config), "--as-many-as", str(curriculum)]
     assert draw(tmp_path / "a.jsonl", *options) == 0
     assert draw(tmp_path / "b.jsonl", *options) == 0
-    found = read(tmp_path / "a.jsonl")
-    assert read(tmp_path / "b.jsonl") == found
+    found = read_log(tmp_path / "a.jsonl")
+    assert read_log(tmp_path / "b.jsonl") == found
     assert len({row["problem"] for row in found}) == 5
     assert all(row in pool for row in found)
     assert found != pool[:5]
     rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]  # one has no answer
-    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "pool.jsonl", rows)
     assert draw(tmp_path / "c.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
-    assert read(tmp_path / "c.jsonl") == [{"problem": "q", "answer": "2"}]
+    assert read_log(tmp_path / "c.jsonl") == [{"problem": "q", "answer": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +80,7 @@ def test_mistakes_are_one_sentence(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("two.jsonl").write_text(
-        '{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": "2"}\n'
-    )
+    write_jsonl(Path("two.jsonl"), [{"problem": "p", "answer": "1"}] * 2)
     capsys.readouterr()
     assert draw(Path(output), *options) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
 from rlkv.tiny import draw_problem
+from rlkv.utils.files import write_jsonl
 
 
 @pytest.fixture(scope="session")
 def curriculum(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lines = []
+    rows = []
     for seed in range(6):
         drawn = draw_problem(random.Random(seed), 5)
-        row = {"problem": drawn.problem, "answer": drawn.answer, "output": drawn.solution}
-        lines.append(json.dumps(row) + "\n")
+        rows.append({"problem": drawn.problem, "answer": drawn.answer, "output": drawn.solution})
     path = tmp_path_factory.mktemp("solutions") / "curriculum.jsonl"
-    path.write_text("".join(lines))
+    write_jsonl(path, rows)
     return path
