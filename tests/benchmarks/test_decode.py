@@ -27,8 +27,8 @@ from rlkv.cache import HeadReallocationCache
 from rlkv.cli.jobs import bench_main
 from rlkv.evaluation.evaluate import parse_methods
 from rlkv.rollout.footprint import GIB
-from tests.helpers.exit_code import exit_code
 from tests.helpers.models import TOY_LLAMA
+from tests.helpers.programs import exit_code
 
 TOY = DecodeConfig(
     rounds=2,

@@ -19,7 +19,7 @@ from rlkv.benchmarks.serving import Mode, ServingConfig, engine_options, summari
 from rlkv.cli.app import parse
 from rlkv.cli.jobs import bench_main
 from rlkv.utils import runtime
-from tests.helpers.exit_code import exit_code
+from tests.helpers.programs import exit_code
 
 TINY = ServingConfig(
     layers=3,

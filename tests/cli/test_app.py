@@ -15,8 +15,8 @@ import pytest
 
 from rlkv.cli.app import QUIET, parse, read_config, run_app
 from rlkv.data.filter import FilterConfig
-from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import exit_code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from rlkv.cli.gates import main
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from tests.helpers.exit_code import exit_code
 from tests.helpers.paths import PUBLISHED_GATES
+from tests.helpers.programs import exit_code
 from tests.helpers.run_logs import write_steps
 
 

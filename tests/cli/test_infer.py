@@ -26,10 +26,10 @@ from rlkv.rollout.base import SamplingParams
 from rlkv.tiny import problems
 from rlkv.utils.files import write_jsonl
 from rlkv.vllm.settings import ServingSettings
-from tests.helpers.exit_code import exit_code
 from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
+from tests.helpers.programs import exit_code
 
 ENTRY = 2 * 16 * 4  # bytes of a token in one of the 12 KV heads
 

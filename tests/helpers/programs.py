@@ -1,14 +1,17 @@
-"""The repository's programs in this process: as modules, and as files that are run."""
+"""Commands, and the repository's programs, in this process."""
 
 from __future__ import annotations
 
 import importlib.util
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.helpers.exit_code import exit_code
+import pytest
+
 from tests.helpers.paths import ROOT
 
 
@@ -21,6 +24,16 @@ def load_program(path: str) -> Any:
     sys.modules[spec.name] = module  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
     return module
+
+
+def exit_code(main: Callable[[], object], *words: object) -> int:
+    """Return what ``main`` exits with; the first word is the name of the program."""
+    with (
+        mock.patch.object(sys, "argv", list(map(str, words))),
+        pytest.raises(SystemExit) as stopped,
+    ):
+        main()
+    return int(stopped.value.code or 0)
 
 
 def run_program(path: str, *words: object) -> int:

@@ -29,8 +29,8 @@ from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.vllm.engine import VLLMEngine
 from tests.helpers.engines import need_vllm, save_adapter
-from tests.helpers.exit_code import exit_code
 from tests.helpers.gates import tiny_gates
+from tests.helpers.programs import exit_code
 from tests.helpers.served import ServedModel, post, served_model
 
 need_vllm()
