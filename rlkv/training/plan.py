@@ -169,14 +169,17 @@ class Plan:
     @property
     def steps(self) -> int | None:
         """Optimizer steps; None if they follow from a curriculum that is not there."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
         if self.problems is None:
             return None
-        prompts = self.samples // (self.args.num_generations or 1)
+        of_step = args.gradient_accumulation_steps  # passes, as those of a rollout
+        of_rollout = args.steps_per_generation or of_step
+        prompts = self.samples * of_rollout // of_step // (args.num_generations or 1)
         rollouts = (self.problems - self.settings.held_out) // prompts
-        of_epoch = rollouts * self.args.num_iterations
-        return math.ceil(self.args.num_train_epochs * of_epoch)
+        of_epoch = math.ceil(rollouts * of_rollout * args.num_iterations / of_step)
+        return math.ceil(args.num_train_epochs * of_epoch)
 
     @property
     def rates(self) -> tuple[float, float] | None:

@@ -76,6 +76,9 @@ def test_rollouts_that_several_updates_use() -> None:
     assert (once.steps, twice.steps) == (24, 48)
     assert twice.seconds[0] == pytest.approx(once.seconds[0] / 2)
     assert twice.seconds[1] == once.seconds[1]
+    # an epoch leaves out what fills no rollout: 24 of 216 problems, of which 16 would be a step
+    two_steps = ("--per-device-train-batch-size", "64", "--steps-per-generation", "2")
+    assert plan(*options, *two_steps, rows=[*rows, *rows[:16]]).steps == 24
 
 
 def test_a_plan_says_where_the_problems_come_from() -> None:
