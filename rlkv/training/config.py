@@ -98,7 +98,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_least(self, 0, "image_steps")
+        check_least(self, 0, "image_steps", "deploy_sink")
+        check_least(self, 1, "deploy_window")
 
     def filter_command(self) -> str:
         """Return the command that writes the curriculum."""
@@ -218,7 +219,7 @@ class RLKVSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, 0, "l1_beta", "stable_steps", "held_out", "sample_steps")
-        check_least(self, 0, "elimination_distillation")
+        check_least(self, 0, "elimination_distillation", "elimination_budget")
         check_least(self, 1, "held_out_steps", "rollout_rows", "forward_rows", "elimination_traces")
         if 0 < self.elimination_distillation < LEAST_STEPS:
             raise ValueError(
