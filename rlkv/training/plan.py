@@ -374,7 +374,8 @@ def describe_plan(
     elif rows is None:
         curriculum += f" (absent: {settings.filter_command()} writes it)"
     model = settings.model
-    steps = f"{plan.steps or 'as the curriculum has it'}, {plan.samples} completions each"
+    number = "as the curriculum has it" if plan.steps is None else plan.steps
+    steps = f"{number}, {plan.samples} completions each"
     source = "the mean of the curriculum" if plan.tokens is not None else "assumed"
     tokens = (
         f"at most {args.max_completion_length:,} a completion, {plan.mean_tokens:,.0f} on "

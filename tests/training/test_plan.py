@@ -174,6 +174,8 @@ def test_lengths_and_steps_come_from_the_curriculum(tmp_path: Path) -> None:
     assert (found.mean_tokens, found.problems, found.steps) == (1000, 64, 6)
     lines = page("--config", "llama8b", *options, "c.jsonl")
     assert "1,000 on average (the mean of the curriculum)" in lines["tokens"]
+    lines = page("--config", "llama8b", *options, "c.jsonl", "--prompts-per-step", "65")
+    assert " 0, 260 completions each" in lines["steps"]
     lines = page("--config", "llama8b", *options, "absent.parquet")
     assert "as the curriculum has it" in lines["steps"]
 
