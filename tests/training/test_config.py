@@ -229,16 +229,12 @@ def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFix
     assert draw()[1] == 2
 
 
-def test_problems_are_read_from_both_formats(tmp_path: Path) -> None:
+def test_problems_become_messages_and_answers_text(tmp_path: Path) -> None:
     rows = [{"problem": "1 + 1", "answer": "2"}, {"problem": "2 + 2", "answer": 4}]
-    write(tmp_path / "a.jsonl", *rows)
-    texts = [{**row, "answer": str(row["answer"])} for row in rows]
-    Dataset.from_list(texts).to_parquet(tmp_path / "a.parquet")
-    for name in ("a.jsonl", "a.parquet"):
-        options = ("--curriculum", str(tmp_path / name), "--template", "boxed")
-        _, found = load_curriculum(*read(*options))
-        assert found["answer"] == ["2", "4"]
-        assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
+    path = write(tmp_path / "a.jsonl", *rows)
+    _, found = load_curriculum(*read("--curriculum", path, "--template", "boxed"))
+    assert found["answer"] == ["2", "4"]
+    assert found[1]["prompt"] == [{"role": "user", "content": fill_template("2 + 2", "boxed")}]
 
 
 def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
@@ -270,8 +266,6 @@ def test_a_curriculum_of_another_model_is_refused(tmp_path: Path) -> None:
     [
         ("a.csv", "x", "a.csv"),
         ("a.jsonl", '{"problem": "1"}\n', "line 1.*problem"),
-        ("a.jsonl", "no json\n", "line 1.*JSON"),
-        ("a.parquet", "PAR1 broken", "a.parquet"),
         ("absent/c.parquet", None, "absent/c.parquet.*rlkv-filter .*--output-dir"),
     ],
 )
