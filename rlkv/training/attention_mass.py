@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from rlkv.models.layout import gated_places
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
 from rlkv.training.solutions import (
-    GROUPS_OF_ALL,
+    READ_BY_ALL,
     check_masks,
     draw_traces,
     hard_masks,
@@ -48,8 +47,7 @@ from rlkv.utils.runtime import digest
 
 MEASURING = "rlkv_measuring"  # the attention implementation
 CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
-READ = {of.name for of in fields(RLKVSettings) if of.metadata["group"] in GROUPS_OF_ALL}
-READ |= {"sink", "window", "elimination_traces"}
+READ = READ_BY_ALL | {"sink", "window", "elimination_traces"}
 
 
 def score_heads(

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ from rlkv.training.config import (
 from rlkv.training.distillation import distill_traces
 from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
 from rlkv.training.solutions import (
-    GROUPS_OF_ALL,
     KEPT,
     KEY,
+    READ_BY_ALL,
     TraceLoss,
     check_head,
     check_masks,
@@ -65,11 +65,7 @@ FASTEST = 0.25  # its learning rate: gates that reach 0 at once tell of no order
 MEAN = "mean"
 CURVES = (("traces/kept", "exp(-loss): solutions that stay as they are"),)
 
-READ = {
-    of.name
-    for of in fields(RLKVSettings)
-    if of.metadata["group"] in (*GROUPS_OF_ALL, "elimination")
-}
+READ = READ_BY_ALL | option_names(RLKVSettings, group="elimination")
 
 
 def eliminate_heads(

@@ -28,7 +28,7 @@ from rlkv.data.recall import MarkedText, encode
 from rlkv.models.layout import Layout
 from rlkv.models.loading import cache_argument, dtype_name, load_model, refuse_own_cache
 from rlkv.models.prompts import render_prompt
-from rlkv.training.config import GateTrainingArguments, RLKVSettings
+from rlkv.training.config import GateTrainingArguments, RLKVSettings, option_names
 from rlkv.utils.runtime import shadow
 from rlkv.utils.store import ResultStore
 
@@ -40,8 +40,9 @@ HELD_BACK = 2  # solutions that orders are compared on, for each that heads are 
 # of a measurement in a store: the number of the batch, and the full heads as 0s and 1s
 KEY = ("batch", "full")
 
-# groups of options that every finder reads
-GROUPS_OF_ALL = ("finder", "run", "model")
+READ_BY_ALL = {
+    name for group in ("finder", "run", "model") for name in option_names(RLKVSettings, group=group)
+}
 GRPO_OPTIONS = [
     "max_steps",
     "learning_rate",
