@@ -228,17 +228,13 @@ def draw_recall(rng: random.Random, passkeys: int) -> tuple[str, list[tuple[str,
         definition = f"{name} = {left} {operator} {right}"
         statements.append(definition)
         if kind == "asked":
-            result = (
-                f", {values[left]} {operator} {values[right]} = {values[name]} , "
+            recalled = (f"{left}={values[left]}", f"{right}={values[right]}")
+            said = (
+                f"{definition} , {recalled[0]} , {recalled[1]} , "
+                f"{values[left]} {operator} {values[right]} = {values[name]} , "
                 f"{name}={values[name]} ."
             )
-            answer += [(word, False) for word in f"{definition} ,".split()]
-            answer += [
-                (f"{left}={values[left]}", True),
-                (",", False),
-                (f"{right}={values[right]}", True),
-            ]
-            answer += [(word, False) for word in result.split()]
+            answer += [(word, word in recalled) for word in said.split()]
     return " . ".join(statements) + f" . find {names[-1]} ?", answer
 
 
