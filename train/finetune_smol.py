@@ -207,9 +207,8 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     with progress_bar("fine-tuning", "steps", config.steps) as bar:
         trainer = make_trainer(config, bar)
         tuned: Any = trainer.model
-        with disable_input_dtype_casting(
-            tuned
-        ):  # autocast does it; twice costs a quarter of a step
+        # autocast does it; twice costs a quarter of a step
+        with disable_input_dtype_casting(tuned):
             trainer.train(resume_from_checkpoint=_last_checkpoint(config.output_dir))
     write_jsonl(config.output_dir / LOG, trainer.state.log_history)
     adapter = config.output_dir / "adapter"

@@ -227,9 +227,8 @@ def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
     assert (code, saved()) == (0, "checkpoint-2"), text
     assert text.count("stopped by SIGTERM after step 2") == 2  # both processes have ended with 0
     code, text = launch("SIGTERM:3:launcher")
-    assert (code, saved()) == (1, "checkpoint-3"), (
-        text
-    )  # the launcher says so by a traceback of its own
+    # the launcher says so by a traceback of its own
+    assert (code, saved()) == (1, "checkpoint-3"), text
     assert text.count("stopped by SIGTERM after step 3") == 2
     code, text = launch("SIGKILL:5:rank")
     assert (code, saved()) == (1, "checkpoint-4"), text
