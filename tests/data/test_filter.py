@@ -69,7 +69,7 @@ def whole(
     return folder, report
 
 
-def job(folder: Path, model: str, recorded: str, **other: Any) -> FilterConfig:
+def job(folder: Path, model: str, recorded: str | None, **other: Any) -> FilterConfig:
     options = {"outputs": recorded, "max_new_tokens": 150, "buckets": BUCKETS, **other}
     return FilterConfig(output_dir=str(folder), model=model, **options)
 
@@ -149,15 +149,8 @@ def test_a_model_that_solves_nothing_ends_well(tmp_path: Path, model_folder: str
     rows = [{"problem": "find x ? " * n, "answer": "5"} for n in (1, 2, 3, 200)]
     rows.append({"problem": "b ?", "answer": ""})
     problems = write(tmp_path / "problems.jsonl", rows)
-    config = FilterConfig(
-        output_dir=str(tmp_path / "out"),
-        model=model_folder,
-        input=problems,
-        max_new_tokens=16,
-        batch_size=2,
-        buckets=("0-8:2",),
-    )
-    report = run_filter(config).report
+    sizes = {"max_new_tokens": 16, "batch_size": 2, "buckets": ("0-8:2",)}
+    report = run_filter(job(tmp_path / "out", model_folder, None, input=problems, **sizes)).report
     assert report is not None
     assert (report["skipped"], report["no_answer"], report["correct"]) == (1, 1, 0)
     assert report["truncated"] + report["unparsable"] + report["wrong"] == 3
@@ -199,18 +192,10 @@ def test_jobs_that_cannot_be_done(tmp_path: Path, model_folder: str, recorded: s
         ({"shard": "0/4"}, "0/4.*3 problems"),
         ({"outputs": recorded}, r"outputs\.jsonl"),  # of other problems
     ]
-    output_dir = str(tmp_path / "out")
     for options, message in cases:
+        config = job(tmp_path / "out", model_folder, None, input="tiny", num_problems=3, **options)
         with pytest.raises(ValueError, match=message):
-            run_filter(
-                FilterConfig(
-                    model=model_folder,
-                    input="tiny",
-                    num_problems=3,
-                    output_dir=output_dir,
-                    **options,
-                )
-            )
+            run_filter(config)
     assert not list(tmp_path.rglob("*"))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlkv.data.curriculum import CURRICULUM
 from rlkv.utils.files import read_log
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
@@ -40,10 +41,4 @@ def test_killed_runs_end_in_the_files_of_an_uninterrupted_one(tmp_path: Path) ->
         )
         assert found[1:] == (report, curriculum)
         names = {path.name for path in (tmp_path / name).iterdir() if path.suffix != ".partial"}
-        assert names == {
-            "curriculum.jsonl",
-            "curriculum.parquet",
-            "report.json",
-            "report.md",
-            "shards",
-        }
+        assert names == {*CURRICULUM, "report.json", "report.md", "shards"}

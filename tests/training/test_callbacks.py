@@ -20,7 +20,7 @@ from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.models.prompts import build_messages
+from rlkv.models.prompts import render_prompt
 from rlkv.training import callbacks
 from rlkv.training.callbacks import StopWhenStable
 from rlkv.training.grpo import hold_out
@@ -118,12 +118,8 @@ def plain(folder: Path, full_LH: torch.Tensor) -> dict[str, float]:
     set_gates(gated, full_LH.float())
     found = {"accuracy": 0.0, "truncated_share": 0.0, "length_mean": 0.0}
     for row in held["row"]:
-        prompt = tokenizer.apply_chat_template(
-            build_messages(row["problem"], "rlkv"),
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        text = render_prompt(tokenizer, row["problem"])
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         whole = gated.generate(**prompt, do_sample=False, max_new_tokens=14)[0]
         ids = whole[prompt["input_ids"].shape[1] :].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -99,11 +99,6 @@ def test_learning_rate_and_curriculum() -> None:
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "checkpoint.pt", stop_after=1)
     other = replace(SHORT, steps=2)
+    model = PROGRAM.build_model(PROGRAM.build_tokenizer(), seed=0)
     with pytest.raises(ValueError, match=r"checkpoint.pt is of --steps 3 .*--work-dir"):
-        PROGRAM.pretrain(
-            PROGRAM.build_model(PROGRAM.build_tokenizer(), 0),
-            None,
-            other,
-            print,
-            tmp_path / "checkpoint.pt",
-        )
+        PROGRAM.pretrain(model, None, other, print, tmp_path / "checkpoint.pt")
