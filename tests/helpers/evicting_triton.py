@@ -38,17 +38,15 @@ ROWS, PADDED = 3, 5  # requests, and rows of a captured graph
 class Side:
     """One path with a cache of its own."""
 
-    def __init__(
-        self, builder: Any, implementation: Any, dtype: torch.dtype, captures: bool = False
-    ) -> None:
+    def __init__(self, builder: Any, implementation: Any, captures: bool = False) -> None:
         blocks = ROWS * DEMAND.compressible(DEMAND.capacity) + 1
-        self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"), dtype=dtype)
+        self.cache = torch.full((blocks, KV_HEADS, IN_BLOCK, 2 * SIZE), float("nan"))
         self.cache[0] = 0  # the null block
         self.impl = interpreted.make_implementation(implementation, SCALE)
         self.layer = interpreted.make_layer(
             self.impl, kv_cache=self.cache, kept=Eviction(POLICY, DEMAND)
         )
-        self.builder = interpreted.make_builder(builder, self.layer, 256, dtype)
+        self.builder = interpreted.make_builder(builder, self.layer, 256)
         self.captures = captures
         self.captured: Any = None
 
@@ -86,22 +84,22 @@ class Inputs:
         )
 
 
-def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
+def main() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randperm(ROWS * DEMAND.compressible(DEMAND.capacity), generator=generator) + 1
     table = torch.cat([blocks.view(ROWS, -1), torch.zeros(ROWS, 2, dtype=torch.int64)], dim=1)
     sides = [
-        Side(EvictingTorchBuilder, EvictingTorchImpl, dtype),
-        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype),
-        Side(EvictingTritonBuilder, EvictingTritonImpl, dtype, captures=True),
+        Side(EvictingTorchBuilder, EvictingTorchImpl),
+        Side(EvictingTritonBuilder, EvictingTritonImpl),
+        Side(EvictingTritonBuilder, EvictingTritonImpl, captures=True),
     ]
     inputs = Inputs(table)
     earlier = (0,) * ROWS
-    for number, lengths in enumerate(steps):
+    for number, lengths in enumerate(STEPS):
         queries = [now - before for now, before in zip(lengths, earlier, strict=True)]
         tokens = sum(queries)
         query, key, value = (
-            torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator).to(dtype)
+            torch.randn(tokens + PADDED - ROWS, heads, SIZE, generator=generator)
             for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
         )
         expected, *others = (
@@ -114,7 +112,3 @@ def run(dtype: torch.dtype, steps: list[tuple[int, ...]]) -> None:
             assert same, f"step {number}: other entries"
             print("evicting", (found - expected).abs().max().item())
         earlier = lengths
-
-
-def main() -> None:
-    run(torch.float32, STEPS)

@@ -50,13 +50,7 @@ def make_layer(implementation: Any, **others: Any) -> SimpleNamespace:
     return SimpleNamespace(impl=implementation, _q_scale=one, _k_scale=one, _v_scale=one, **others)
 
 
-def make_builder(
-    kind: Any,
-    layer: Any,
-    tokens: int,
-    dtype: torch.dtype = torch.float32,
-    rswa_window: int | None = None,
-) -> Any:
+def make_builder(kind: Any, layer: Any, tokens: int, rswa_window: int | None = None) -> Any:
     """Make a builder of metadata, with what it reads of an engine's configuration."""
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: QUERY_HEADS,
@@ -78,7 +72,8 @@ def make_builder(
         ),
     )
     sizes = {"block_size": IN_BLOCK, "num_kv_heads": KV_HEADS, "head_size": SIZE}
-    return kind(FullAttentionSpec(**sizes, dtype=dtype), ["layer"], config, torch.device("cpu"))
+    spec = FullAttentionSpec(**sizes, dtype=torch.float32)
+    return kind(spec, ["layer"], config, torch.device("cpu"))
 
 
 def step_metadata(
