@@ -27,12 +27,14 @@ class JoinedBins:
     Attributes:
         bins: layers of the engine (``BinAttention``) whose blocks have equally many tokens.
         layers: the parts (``PartAttention``) of each layer that has several of these bins.
+        places: where the heads of each of these layers are, part by part.
     """
 
     def __init__(self, bins: Sequence[Any], dtype: torch.dtype) -> None:
         self.bins = bins
         self.dtype = dtype
         self.layers: list[list[Any]] = []
+        self.places: list[Places] = []
         self._rows: StepRows | None = None
         self._cache = torch.empty(0), torch.empty(0)  # keys and values of all bins
         self._slots_KT = torch.empty(0)  # of the bins' own blocks
@@ -43,17 +45,13 @@ class JoinedBins:
         names = [own.layer_name for own in self.bins]
         if len(parts) == 1 or not all(part.bin_name in names for part in parts):
             return None
-        self.layers.append(parts)
-        return len(self.layers) - 1
-
-    def places(self, layer: int) -> Places:
-        """Return where the heads of a layer are, part by part."""
-        names = [own.layer_name for own in self.bins]
-        found = []
-        for part in self.layers[layer]:
+        places = []
+        for part in parts:
             for head in range(part.num_kv_heads):
-                found.append(HeadPlace(names.index(part.bin_name), part.first + head))
-        return tuple(found)
+                places.append(HeadPlace(names.index(part.bin_name), part.first + head))
+        self.layers.append(parts)
+        self.places.append(tuple(places))
+        return len(self.layers) - 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Store and attend, with states ``[T, heads, D]`` of all parts."""
@@ -76,8 +74,7 @@ class JoinedBins:
             v_scale=own._v_scale_float,
             kv_cache_dtype=kernel.kv_cache_dtype,
         )
-        places = self._rows.of.layers[layer]
-        self._rows.attend(own, places, query, self._cache, own.impl.scale, output)
+        self._rows.attend(own, self.places[layer], query, self._cache, own.impl.scale, output)
         if own.check is not None:
             self._check(layer, (query, key, value), output)
 
@@ -97,9 +94,8 @@ class JoinedBins:
         if self._rows is None or self._rows.of.pages != pages:
             own = self.bins[0]
             kernel = Kernel(own.head_size, self.dtype, own.isa, own.kv_cache_dtype, size)
-            layers = [self.places(number) for number in range(len(self.layers))]
             group_size = own.impl.num_heads // own.impl.num_kv_heads
-            of = HeadLayers(layers, pages, kernel, group_size)
+            of = HeadLayers(self.places, pages, kernel, group_size)
         else:
             of = self._rows.of
         most = max(own.kv_cache.shape[1] for own in self.bins)
@@ -117,7 +113,7 @@ class JoinedBins:
 
     def _check(self, layer: int, states: Sequence[Tensor], output: Tensor) -> None:
         assert self._rows is not None
-        places = self._rows.of.layers[layer]
+        places = self.places[layer]
         first = 0
         for part in self.layers[layer]:
             end = first + part.num_kv_heads
