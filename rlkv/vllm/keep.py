@@ -77,20 +77,17 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        if self.only_drafts:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._build(common_prefix_len, common_attn_metadata, fast_build)
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return stock if self.only_drafts else self._with_cuts(stock, common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> KeepStep:
-        return self._build(0, common_attn_metadata, True)
+        stock = super().build(0, common_attn_metadata, fast_build=True)
+        return self._with_cuts(stock, common_attn_metadata)
 
-    def _build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool
-    ) -> KeepStep:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        cut = cut_aligned(common_attn_metadata, self.rules, self.vllm_config)
+    def _with_cuts(self, stock: CPUAttentionMetadata, common: Any) -> KeepStep:
+        cut = cut_aligned(common, self.rules, self.vllm_config)
         step = KeepStep(**vars(stock))
-        step.cut = super().build(0, cut, fast_build)
+        step.cut = super().build(0, cut)
         step.rows = StepRows(self.layers, (stock, step.cut))
         return step
 
