@@ -354,6 +354,15 @@ def generate(
     return llm.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
 
 
+def add_request(llm: Any, name: str, prompt: list[int], tokens: int) -> None:
+    """Hand over a request that decodes greedily while the test steps the engine."""
+    from vllm import SamplingParams
+
+    fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 1}
+    params = SamplingParams(**fixed, max_tokens=tokens)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
 def save_adapter(
     model: PreTrainedModel, folder: Path, modules: tuple[str, ...], **changes: Any
 ) -> PreTrainedModel:

@@ -145,9 +145,8 @@ def test_tokens_are_those_of_a_masked_forward(serving: Serving, served_by: str) 
     outputs = generate(serving.llm, random_prompts(LENGTHS), 80)
     assert check(serving, outputs) == 480
     if served_by == "aligned":  # its bins are read by one call a layer
-        worker = serving.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-        layers = worker.model_runner.get_model().model.layers
-        assert any(layer.self_attn.attn.number is not None for layer in layers)
+        (model,) = serving.llm.llm_engine.collective_rpc("get_model")
+        assert any(layer.self_attn.attn.number is not None for layer in model.model.layers)
     with pytest.raises(AssertionError):  # exact windows: the test can tell them apart
         check(serving, outputs, block=1)
 

@@ -14,6 +14,7 @@ from tests.helpers.engines import (
     SINK,
     WINDOW,
     Served,
+    add_request,
     check_all_free,
     check_equal,
     drafted_and_accepted,
@@ -69,13 +70,10 @@ def test_the_likeliest_token_is_drawn_if_no_other_may_be(serving: Serving, serve
 
 @pytest.mark.engine("lossless")
 def test_a_text_up_to_the_longest_and_aborted_ones(serving: Serving) -> None:
-    from vllm import SamplingParams
-
     own = serving.llm.llm_engine
     longest = own.model_config.max_model_len
-    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
     for name, prompt in zip("ab", random_prompts((150, 30), seed=5), strict=True):
-        own.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        add_request(serving.llm, name, prompt, 60)
     for _ in range(4):
         own.step()
     own.abort_request(["a", "b"])

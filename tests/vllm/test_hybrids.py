@@ -25,6 +25,7 @@ from tests.helpers.engines import (
     LINEAR,
     SLIDING,
     Served,
+    add_request,
     engine_config,
     generate,
     make_served,
@@ -105,11 +106,8 @@ def test_blocks_of_all_layers_share_a_pool(serving: Serving, served_by: str) -> 
 
 def stock_blocks(serving: Serving, kinds: list[str], kind: str) -> list[int]:
     """Blocks of the groups of a kind when a request has 300 tokens."""
-    from vllm import SamplingParams
-
     core = serving.llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
-    core.add_request("0", {"prompt_token_ids": random_prompts((200,))[0]}, params)
+    add_request(serving.llm, "0", random_prompts((200,))[0], 200)
     scheduler = core.engine_core.engine_core.scheduler
     while True:
         core.step()

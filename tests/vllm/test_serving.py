@@ -25,6 +25,7 @@ from tests.helpers.engines import (
     WINDOW,
     Engines,
     Served,
+    add_request,
     block_manager,
     check_all_free,
     check_equal,
@@ -119,8 +120,6 @@ def test_a_prefix_outlasts_pressure_while_its_request_runs(
     serving: Serving, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full heads keep the prompt's blocks; without the last window of the prompt nothing is hit."""
-    from vllm import SamplingParams
-
     core = serving.llm.llm_engine
     assert core.reset_prefix_cache()
     preempted = watch_preemptions(serving.llm)
@@ -133,28 +132,22 @@ def test_a_prefix_outlasts_pressure_while_its_request_runs(
     assert own.keep_prompt_window
     monkeypatch.setattr(manager, "kv_cache_spec", replace(own, keep_prompt_window=keeps))
     prompts = random_prompts((200, *[120] * 20), seed=7)
-    fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 1}
-
-    def add(name: str, prompt: list[int], tokens: int) -> None:
-        params = SamplingParams(**fixed, max_tokens=tokens)
-        core.add_request(name, {"prompt_token_ids": prompt}, params)
-
     finished: list[Any] = []
-    add("long", prompts[0], 300)
+    add_request(serving.llm, "long", prompts[0], 300)
     for _ in range(150):
         core.step()
     for number, prompt in enumerate(prompts[1:]):  # three pools of blocks
-        add(str(number), prompt, 3)
+        add_request(serving.llm, str(number), prompt, 3)
         run_until(core, number + 1, finished)
-    add("again", prompts[0], 40)
-    add("evicted", prompts[1], 40)
+    add_request(serving.llm, "again", prompts[0], 40)
+    add_request(serving.llm, "evicted", prompts[1], 40)
     run_until(core, len(prompts) + 2, finished)
     assert serving.check(finished) == 300 + 20 * 3 + 2 * 40
     assert not preempted
     found = {output.request_id: output.num_cached_tokens for output in finished}
     # whole blocks of the full heads' bin, with twice the tokens
     assert (found["again"], found["evicted"]) == (6 * BLOCK if keeps else 0, 0)
-    add("gone", prompts[2], 300)
+    add_request(serving.llm, "gone", prompts[2], 300)
     for _ in range(100):
         core.step()
     core.abort_request(list(core.engine_core.engine_core.scheduler.requests), internal=True)
@@ -245,8 +238,6 @@ def test_blocks_bytes_and_metrics_of_a_running_request(
     serving: Serving, served_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that a request holds against the plan, and what ``/metrics`` says of them."""
-    from vllm import SamplingParams
-
     monkeypatch.setattr("rlkv.vllm.specs.EVERY", 0.0)
     core, plan, length = serving.llm.llm_engine, plan_of(serving), 170
     config = core.engine_core.engine_core.scheduler.kv_cache_config
@@ -255,9 +246,8 @@ def test_blocks_bytes_and_metrics_of_a_running_request(
     assert len(config.kv_cache_groups) == len(plan.bins)
     runner = core.engine_core.engine_core.model_executor.driver_worker.model_runner
     assert [len(builders) for builders in runner.attn_groups] == [1] * len(plan.bins)
-    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
     evictions = shown("evictions_total")
-    core.add_request("0", {"prompt_token_ids": random_prompts((length,), seed=6)[0]}, params)
+    add_request(serving.llm, "0", random_prompts((length,), seed=6)[0], 300)
     held: list[int] = []
     while len(held) < 200:
         core.step()
@@ -349,8 +339,7 @@ def test_adapters_of_what_does_not_move(
 
 @pytest.mark.engine("stock")
 def test_unasked_the_model_stays_as_it_is(serving: Serving) -> None:
-    worker = serving.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-    model = worker.model_runner.get_model()
+    (model,) = serving.llm.llm_engine.collective_rpc("get_model")
     assert model.rlkv is None
     assert not hasattr(model, "rlkv_bins")
     assert type(model.model.layers[0].self_attn.attn).__name__ == "Attention"
@@ -494,8 +483,6 @@ def bytes_of_blocks(worker: Any) -> list[float]:
 @pytest.mark.usefixtures("alone")
 def test_two_ranks(llama: Served) -> None:
     """A sparsity of which 2 ranks leave 0.5, as 7 full heads do not divide by 2."""
-    from vllm import SamplingParams
-
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": 100}
     with engine(llama, llama.request(0.55), async_scheduling=False, **PARALLEL, **options) as llm:
         core = llm.llm_engine
@@ -505,8 +492,7 @@ def test_two_ranks(llama: Served) -> None:
         prompts = random_prompts(LENGTHS)
         outputs = generate(llm, prompts, 80) + generate(llm, prompts, 20)
         assert check_equal(llama, 0.5, outputs) == 600
-        params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
-        core.add_request("0", {"prompt_token_ids": random_prompts((90,))[0]}, params)
+        add_request(llm, "0", random_prompts((90,))[0], 300)
         for _ in range(101):
             core.step()
         assert held_blocks(llm) == plans[0].blocks(190) == plans[1].blocks(190)
