@@ -108,10 +108,6 @@ def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) ->
         ("parallel_config__pipeline_parallel_size", 2, "pipeline parallelism"),
         ("speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
         ("cache_config__cache_dtype", "fp8_per_token_head", "--kv-cache-dtype fp8_per_token_head"),
-        ("kv_transfer_config", object(), "KV connectors"),
-        ("cache_config__kv_offloading_size", 4.0, "offloading"),
-        ("cache_config__sliding_window", 512, "sliding windows in all layers"),
-        ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
     ],
 )
 def test_what_mode_keep_refuses(setting: str, value: Any, message: str) -> None:
