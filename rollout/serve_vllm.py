@@ -21,6 +21,7 @@ from typing import Any, Literal
 from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse, run_app
 from rlkv.inference.options import ModelOptions, check_least
+from rlkv.models.shape import max_positions
 from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.footprint import fitting_kv_gib
 from rlkv.rollout.remote import RolloutServer
@@ -42,7 +43,7 @@ class ServeConfig(ModelOptions):
     port: int = DEFAULT_PORT
     """port to listen on, 0: a free one"""
     max_positions: int | None = None
-    """tokens of a prompt and its completion, default: what the model allows"""
+    """tokens of a prompt and its completion, default, and at most: what the model allows"""
     kv_gib: float | None = None
     """vllm: memory of the KV cache in GiB; default: what the GPU has left, without one 4"""
     max_rows: int = 64
@@ -87,9 +88,10 @@ def load_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
 
         model, tokenizer = config.load()
         engine = GatedHFEngine(model, sizes, tokenizer.pad_token_id, config.max_rows)
-        text_config = model.config.get_text_config()
-        positions = config.max_positions or text_config.max_position_embeddings
-        vocabulary = text_config.vocab_size
+        positions = max_positions(model.config)
+        if config.max_positions is not None:
+            positions = min(positions, config.max_positions)
+        vocabulary = model.config.get_text_config().vocab_size
     layers, heads = engine.gates().shape
     facts = EngineFacts(
         config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary

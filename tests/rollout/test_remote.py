@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_server_that_comes_back_is_used_again() -> None:
     assert client.retries == 1
 
 
-def test_samples_are_those_of_the_clients_gates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_those_of_the_clients_gates() -> None:
     engine = Scripted()
     with serving(engine) as (server,):
         ours = client_of(server, gates=OFF)
@@ -295,6 +296,9 @@ def test_the_tiny_model_can_be_served_by_transformers() -> None:
     )
     engine, facts = SERVE.load_engine(config)
     assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313)
+    for asked, positions in ((500, 500), (5000, 1024)):  # as the engine of vLLM
+        _, facts = SERVE.load_engine(replace(config, max_positions=asked))
+        assert facts.max_positions == positions
     alpha = torch.zeros(4, 6)
     assert engine.set_gates(alpha) == gate_version(alpha)
     samples = dict(engine.sample(ROWS, SAMPLING, [2]))
