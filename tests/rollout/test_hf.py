@@ -29,22 +29,19 @@ def model() -> PreTrainedModel:
     return make_tiny_model("llama", vocab_size=VOCAB)
 
 
-def stock_tokens(model: Any) -> list[list[int]]:
+@torch.no_grad()
+def generated(model: Any, prompts: list[list[int]], ends: list[int]) -> list[list[int]]:
     """One prompt after the other through ``generate`` with transformers' own cache."""
+    options = {"max_new_tokens": 40, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     found = []
-    for prompt in PROMPTS:
-        ids = TOKENIZER(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=ids,
-                max_new_tokens=GREEDY.max_new_tokens,
-                do_sample=False,
-                eos_token_id=2,
-                pad_token_id=0,
-                use_cache=True,
-            )
-        found.append(out[0, ids.shape[1] :].tolist())
+    for ids in prompts:
+        out = model.generate(input_ids=torch.tensor([ids]), eos_token_id=ends, **options)
+        found.append(out[0, len(ids) :].tolist())
     return found
+
+
+def stock_tokens(model: Any) -> list[list[int]]:
+    return generated(model, TOKENIZER(PROMPTS, add_special_tokens=False).input_ids, [2])
 
 
 def engine_tokens(model: Any, batch_size: int = 16) -> list[list[int]]:
@@ -196,12 +193,7 @@ def sample(
 def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
     model = make_tiny_model(family)
     ends = [2, 17, 44]
-    found = sample(model, IDS, ends, temperature=1e-6)
-    for prompt, completion in zip(IDS, found, strict=True):
-        options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": ends}
-        with torch.no_grad():
-            expected = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)
-        assert completion == expected[0, len(prompt) :].tolist()
+    assert sample(model, IDS, ends, temperature=1e-6) == generated(model, IDS, ends)
 
 
 def test_a_row_is_sampled_alike_in_any_company() -> None:
