@@ -76,10 +76,8 @@ class Sources:
             if found is not None and isinstance(found.node, ast.ClassDef):
                 order += self.lineage(found)
         # a class comes behind all that are made of it
-        kept = [
-            one for place, one in enumerate(order) if one.node not in _nodes(order[place + 1 :])
-        ]
-        return kept
+        last = {one.node: one for one in reversed(order)}
+        return [*last.values()][::-1]
 
     def _members(self, own: Found) -> dict[str, Found]:
         """Return what a class, or the class of an object, defines and inherits."""
@@ -117,10 +115,6 @@ def parameters(function: Any) -> set[str]:
 @cache
 def _tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
-
-
-def _nodes(found: list[Found]) -> list[Any]:
-    return [one.node for one in found]
 
 
 def _statements(scope: Any) -> Iterator[Any]:
