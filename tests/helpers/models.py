@@ -5,64 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    Glm4Config,
-    Glm4ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.models.loading import load_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # what every equality is tested with
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "exaone4": (Exaone4Config, Exaone4ForCausalLM),
-    "gemma": (GemmaConfig, GemmaForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "glm4": (Glm4Config, Glm4ForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-}
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where they are not the family's name
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 1.0},
     "gpt_oss": {"num_local_experts": 4, "experts_implementation": "eager"},
@@ -100,7 +48,6 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
 
 def make_tiny_model(family: str, noise: float = 0.1, **overrides: Any) -> PreTrainedModel:
     """Make a random decoder in eval mode: 3 layers, 8 query heads, 4 KV heads of 16, 128 tokens."""
-    config_class, model_class = _CLASSES[family]
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -121,7 +68,8 @@ def make_tiny_model(family: str, noise: float = 0.1, **overrides: Any) -> PreTra
         full = {"sliding_window": 8, "layer_types": ["full_attention"] * 3}
         settings |= {"attn_implementation": "eager"} | full | overrides
     torch.manual_seed(0)
-    model = model_class(config_class(**settings)).eval()
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **settings)
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # the default initialisation is so small that attention would be uniform
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
