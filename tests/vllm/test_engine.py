@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
-    LlamaForCausalLM,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -28,6 +28,7 @@ from rlkv.attention import LocalSizes
 from rlkv.rollout.base import Rows, Sample, SamplingParams, end_tokens, gate_version
 from tests.helpers.engines import Engines, watch_preemptions
 from tests.helpers.mixed_reference import local_mask
+from tests.helpers.models import make_tiny_model
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("vllm")
@@ -262,18 +263,9 @@ def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_end_tokens_of_a_folder_without_a_generation_config(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=[7, 9],
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    make_tiny_model("llama", eos_token_id=[7, 9]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert end_tokens(_generation_config(str(tmp_path)), None) == [7, 9]
     assert end_tokens(loaded.generation_config, None) == [7, 9]
 
