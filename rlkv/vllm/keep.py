@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from rlkv.attention.softmax import Softmax
 from rlkv.vllm.aligned import cut_aligned
-from rlkv.vllm.backends import BackendParts, exchanged
+from rlkv.vllm.backends import AttendingImpl, BackendParts, States, exchanged
 from rlkv.vllm.check import ReachabilityCheck, SeenTokens, rows_of_tables, start_check
 from rlkv.vllm.configuration import FP8_DTYPES, check_engine
 from rlkv.vllm.drafts import draft_with_heads
@@ -92,7 +92,7 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
         return step
 
 
-class KeepCPUImpl(CPUAttentionBackendImpl):
+class KeepCPUImpl(AttendingImpl, CPUAttentionBackendImpl):
     """A layer whose compressible heads read the blocks of sinks and window.
 
     Attributes:
@@ -109,50 +109,28 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
         """Full heads read the step's own tables, compressible ones the cut ones."""
         return tuple(HeadPlace(int(cut), head) for head, cut in enumerate(self.compressible))
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        step = attn_metadata
+    def attend(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         # in mode lossless the steps that verify have the stock metadata
-        if isinstance(step, KeepStep) and any(self.compressible):
-            if not all(self.compressible):
-                blocks, heads, size, _ = kv_cache.shape
-                pages = kv_cache.view(blocks * heads, 1, 2 * size, -1)
-                cache = split_pages(pages)
-                step.rows.attend(layer, self.places, query, cache, self.scale, output)
-                step = None
-            else:
-                step = step.cut
-        if step is not None:
-            super().forward(layer, query, key, value, kv_cache, step, output, *args, **kwargs)
-        if self.check is not None and attn_metadata is not None:
-            if self.settings.drafts and isinstance(attn_metadata, KeepStep):
-                # what a draft reads does not change the text, what it writes must not be read
-                self.check.forget(BLOCKS, attn_metadata.slot_mapping)
-            else:
-                self._check(layer, (query, key, value), kv_cache, attn_metadata, output)
-        return output
+        reads_less = isinstance(step, KeepStep) and any(self.compressible)
+        if reads_less and not all(self.compressible):
+            blocks, heads, size, _ = kv.shape
+            cache = split_pages(kv.view(blocks * heads, 1, 2 * size, -1))
+            step.rows.attend(layer, self.places, states.query, cache, self.scale, out)
+        else:
+            own = step.cut if reads_less else step
+            CPUAttentionBackendImpl.forward(self, layer, *states, kv, own, out)
+        if self.check is None:
+            return
+        if self.settings.drafts and isinstance(step, KeepStep):
+            # what a draft reads does not change the text, what it writes must not be read
+            self.check.forget(BLOCKS, step.slot_mapping)
+        else:
+            self._check(layer, states, kv, step, out)
 
-    def _check(
-        self,
-        layer: Any,
-        states: tuple[Tensor, Tensor, Tensor],
-        kv_cache: Tensor,
-        step: Any,
-        output: Tensor,
-    ) -> None:
+    def _check(self, layer: Any, states: States, kv: Tensor, step: Any, out: Tensor) -> None:
         """Check a ``KeepStep``, or in mode lossless the stock metadata of a verification."""
         assert self.check is not None
-        blocks, heads, size, _ = kv_cache.shape
+        blocks, heads, size, _ = kv.shape
         slots = step.slot_mapping
         self.check.write(BLOCKS, blocks * size, slots)
         softmax = Softmax(self.scale)
@@ -170,7 +148,7 @@ class KeepCPUImpl(CPUAttentionBackendImpl):
             if self.kv_cache_dtype in FP8_DTYPES:  # what is noted would not be rounded
                 continue
             own = []
-            for tensor in (*states, output):
+            for tensor in (*states, out):
                 by_head = tensor[: len(slots)].view(len(slots), heads, -1, self.head_size)
                 own.append(by_head[:, head])
             name = f"{layer.layer_name}, head {head}"
