@@ -218,7 +218,7 @@ class RLKVSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, 0, "l1_beta", "stable_steps", "held_out", "sample_steps")
+        check_least(self, 0, "l1_beta", "tau", "stable_steps", "held_out", "sample_steps")
         check_least(self, 0, "elimination_distillation", "elimination_budget")
         check_least(self, 1, "held_out_steps", "rollout_rows", "forward_rows", "elimination_traces")
         if 0 < self.elimination_distillation < LEAST_STEPS:
@@ -428,6 +428,7 @@ class GateTrainingArguments(GRPOConfig):
                 f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "
                 "are equal"
             )
+        check_least(self, 0, "epsilon", "max_grad_norm", "weight_decay", "learning_rate")
         check_least(self, 1, "save_total_limit")
         prompts = (self.prompts_per_step or 0) * (self.steps_per_generation or 1)
         if prompts % self.gradient_accumulation_steps:

@@ -109,6 +109,7 @@ class VLLMEngine(RolloutEngine):
                 "one vLLM engine at a time can live in a process: close() the other one first"
             )
         self.tokenizer = load_tokenizer(model)
+        self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self.has_gates = sizes is not None
         self._calls = 0
         options = _device_options() | _rank_options()
@@ -139,7 +140,6 @@ class VLLMEngine(RolloutEngine):
                     causes[str(of.get("ctx", {}).get("error", named))] = True
                 raise ValueError("; ".join(causes)) from None
             raise
-        self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self._version = gate_version(self.gates()) if self.has_gates else "stock"
 
     @property

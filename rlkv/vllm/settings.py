@@ -127,7 +127,13 @@ class ServingSettings:
     keep_prompt_window: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.full is None:
+        if self.full is not None:
+            for name in ("gates", "sparsity"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"rlkv: full says which heads are full, and so does {name}: give only one"
+                    )
+        else:
             check_number("rlkv: sparsity", self.sparsity, 0, 1)
             if not isinstance(self.gates, str) or not self.gates:
                 raise ValueError(f"rlkv: gates is {self.gates!r}: it must be a gates file's path")

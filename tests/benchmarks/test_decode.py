@@ -278,3 +278,5 @@ def test_the_command_writes_json_table_and_plot(
 def test_a_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--sparsities", "0.5") == 2
     assert capsys.readouterr().err.startswith("error: --sparsities must include 0")
+    assert run("--new-tokens", "4") == 2
+    assert "--new-tokens is of whole texts: add --texts" in capsys.readouterr().err

@@ -128,6 +128,7 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"sparsity": 0.5}, "full says which heads are full, and so does sparsity"),
         ({"mode": "save"}, "mode is 'save': it must be memory or keep or lossless"),
         ({"mode": "lossless", "prefill": "full"}, "always reads prompts in full: leave prefill"),
         ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
@@ -136,7 +137,7 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
         ({"aligned_windows": True, "eviction": RKV}, "do not apply with eviction"),
     ],
 )
-def test_modes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_settings({"full": ["0110"], **settings})
 
@@ -246,7 +247,8 @@ def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
 
 
 FULL = ["1100", "1100", "1100", "1000"]  # 7 heads
-SINKS = {"sink": SINK, "window": WINDOW}
+# in the place of the request's gates
+SINKS = {"sink": SINK, "window": WINDOW, "gates": None, "sparsity": None}
 IN_FULL = {"prefill": "full"}
 
 
