@@ -140,9 +140,6 @@ class DecodeConfig(LlamaSizes):
         super().check()
         if self.layer + self.eviction + self.texts > 1:
             raise ValueError("--layer, --eviction and --texts are measured one at a time: give one")
-        for name in ("methods", "memory_gib", "prompt_tokens", "new_tokens"):
-            if not self.texts and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(f"--{name.replace('_', '-')} is of whole texts: add --texts")
         check_least(self, 1, "batches", "contexts", "rounds")
         check_least(self, 1, "max_steps", "window")
         check_least(self, 1, "prompt_tokens", "threads")
@@ -153,6 +150,9 @@ class DecodeConfig(LlamaSizes):
         if 0.0 not in self.sparsities:
             raise ValueError("--sparsities must include 0: the others are compared with it")
         parse_methods(self.methods, [])
+        for name in ("methods", "memory_gib", "prompt_tokens", "new_tokens"):
+            if not self.texts and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"--{name.replace('_', '-')} is of whole texts: add --texts")
 
     def sized(self) -> DecodeConfig:
         """Return the options with small sizes for those not given, if ``quick`` asks for it."""

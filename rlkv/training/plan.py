@@ -40,7 +40,7 @@ from rlkv.rollout.footprint import (
     parse_gpus,
     rough,
 )
-from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings, passes
 from rlkv.training.sharding import is_sharded, not_loading
 from rlkv.vllm.plugin import choose_engine
 
@@ -174,9 +174,15 @@ class Plan:
             return args.max_steps
         if self.problems is None:
             return None
-        of_step = args.gradient_accumulation_steps  # passes, as those of a rollout
-        of_rollout = args.steps_per_generation or of_step
-        prompts = self.samples * of_rollout // of_step // (args.num_generations or 1)
+        group = args.num_generations or 1
+        own = of_step = args.gradient_accumulation_steps  # passes, in as many processes as now
+        if args.prompts_per_step is not None:
+            at_once = args.per_device_train_batch_size * self.machine.processes
+            of_step = passes(args.prompts_per_step, group, at_once)
+        of_rollout = args.steps_per_generation
+        if of_rollout in (None, own):  # a rollout for each step, as trl has it by default
+            of_rollout = of_step
+        prompts = self.samples * of_rollout // of_step // group
         rollouts = (self.problems - self.settings.held_out) // prompts
         of_epoch = math.ceil(rollouts * of_rollout * args.num_iterations / of_step)
         return math.ceil(args.num_train_epochs * of_epoch)

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import rlkv
-from rlkv import HeadAllocation
+from rlkv import HeadAllocation, HeadGates
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction import H2O, RKV, TOVA, RandomEviction
 from rlkv.inference.compress import resolve_allocation
@@ -286,6 +286,12 @@ def test_sliding_layers_are_left_alone() -> None:
         expected = model(ids, past_key_values=session.new_cache()).logits
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    gates = HeadGates(torch.rand(4, 4))  # of a model with full attention everywhere
+    with (
+        pytest.raises(ValueError, match=r"for layers 0-3 \(4 KV heads\).* in 1, 3 \("),
+        rlkv.compress(model, gates, 0.5),
+    ):
+        pass
     elsewhere = HeadAllocation(torch.ones(4, 4) > 0, (4, 0, 4, 0))
     with (
         pytest.raises(ValueError, match=r"for layers 0, 2 \(4 KV heads\), but .* in 1, 3 \("),

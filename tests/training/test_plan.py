@@ -79,6 +79,9 @@ def test_rollouts_that_several_updates_use() -> None:
     # an epoch leaves out what fills no rollout: 24 of 216 problems, of which 16 would be a step
     two_steps = ("--per-device-train-batch-size", "64", "--steps-per-generation", "2")
     assert plan(*options, *two_steps, rows=[*rows, *rows[:16]]).steps == 24
+    # 8 processes make a step of 16 prompts in one pass, so two passes read 32 of 40 problems
+    spread = ("--per-device-train-batch-size", "8", "--steps-per-generation", "2")
+    assert plan(*options, *spread, processes=8, rows=rows[:40]).steps == 4
 
 
 def test_a_plan_says_where_the_problems_come_from() -> None:
