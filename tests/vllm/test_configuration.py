@@ -128,7 +128,6 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 0.5}, "full says which heads are full, and so does sparsity"),
         ({"mode": "save"}, "mode is 'save': it must be memory or keep or lossless"),
         ({"mode": "lossless", "prefill": "full"}, "always reads prompts in full: leave prefill"),
         ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
@@ -137,7 +136,7 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
         ({"aligned_windows": True, "eviction": RKV}, "do not apply with eviction"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+def test_modes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_settings({"full": ["0110"], **settings})
 

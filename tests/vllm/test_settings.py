@@ -16,6 +16,7 @@ from tests.helpers.models import make_tiny_model
 from tests.helpers.paths import PUBLISHED_GATES
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
+NO_GATES = dict.fromkeys(REQUEST)
 RKV = {"name": "rkv", "budget": 64}
 
 
@@ -68,7 +69,8 @@ def test_half_a_request_is_an_error(
         ({"eviction": RKV, "protect_prompt": True}, "sink, window and protect_prompt"),
         ({"protect_prompt": "yes"}, r"^rlkv: protect_prompt\b.*'yes'"),
         ({"one_launch": False}, "^rlkv: unknown setting 'one_launch': choose from"),
-        ({"full": ["01"], "sink": 4}, "^rlkv: full comes without gates.* give both"),
+        ({"full": ["01"], "sink": 4} | NO_GATES, "^rlkv: full comes without gates.* give both"),
+        ({"full": ["01"], "gates": None}, "^rlkv: full says which.* and so does sparsity"),
         ({"reference_prompt": 0}, r"^rlkv: reference_prompt\b.*0"),
     ],
 )
