@@ -19,7 +19,7 @@ SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copie
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """How products of queries and keys become weights of values.
+    """Weights of values, from the products of queries and keys.
 
     Attributes:
         scale: of the logits.

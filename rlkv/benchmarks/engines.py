@@ -21,7 +21,7 @@ from rlkv.utils.files import write_json
 
 @dataclass
 class Spent:
-    """What an engine took for all requests: seconds of its own steps, how many, tokens written."""
+    """Costs of all requests: seconds of an engine's own steps, how many, tokens written."""
 
     seconds: float = 0.0
     steps: int = 0

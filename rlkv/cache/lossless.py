@@ -68,7 +68,7 @@ class KeptLayout(CallLayout):
 
     @cached_property
     def drafts_read(self) -> tuple[Tensor, Tensor]:
-        """What a draft's token sees in compressible heads: its first S and last W tokens.
+        """Return what a draft's token sees in compressible heads: S first and W last tokens.
 
         Returns:
             Columns int64 ``[B or 1, S + W]``, and which of them count: bool ``[B or 1, 1, 1, S +

@@ -13,7 +13,7 @@ from rlkv.utils.files import read_json
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number stands, and how it was measured there."""
+    """The place of a number, and the setting that it was measured in."""
 
     paper: str
     arxiv: str

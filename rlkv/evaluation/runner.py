@@ -67,7 +67,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a method decodes a task.
+    """Settings with which a method decodes a task.
 
     Attributes:
         cache: what compressible heads keep.

@@ -107,7 +107,7 @@ class HeadAllocation:
 
     @property
     def gated(self) -> Tensor:
-        """Which heads can be compressed: bool ``[num_layers, num_kv_heads]``."""
+        """Mask of the heads that can be compressed: bool ``[num_layers, num_kv_heads]``."""
         return gated_places(self.heads, *self.full.shape)
 
     @classmethod

@@ -157,7 +157,7 @@ class HeadGates:
 
     @property
     def gated(self) -> Tensor:
-        """Which places of alpha are gates: bool ``[num_layers, num_kv_heads]``."""
+        """Mask of the places of alpha that are gates: bool ``[num_layers, num_kv_heads]``."""
         return gated_places(self.heads, *self.alpha.shape)
 
     @property

@@ -86,7 +86,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
 
     @property
     def gates_source(self) -> str | None:
-        """Which gates to load, for a built-in model its own; None: a policy serves all heads."""
+        """Gates to load, for a built-in model its own; None: a policy serves all heads."""
         has_own = self.gates is None and self.eviction is None and self.model in PACKAGED_GATES
         return self.model if has_own else self.gates
 

@@ -99,12 +99,12 @@ class Layout:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """How many gates each layer has."""
+        """Number of gates of each layer."""
         return tuple(layer.kv_heads if layer.has_gates else 0 for layer in self.layers)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer has full attention, and nothing else."""
+        """True if every layer has full attention, and nothing else."""
         return {layer.kind for layer in self.layers} == {FULL}
 
     def check(self) -> None:

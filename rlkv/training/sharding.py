@@ -39,7 +39,7 @@ Shard = Callable[[PreTrainedModel, Accelerator], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Shares:
-    """How the rows of a rollout are divided for sampling.
+    """Division of the rows of a rollout for sampling.
 
     Attributes:
         rows: of all processes.

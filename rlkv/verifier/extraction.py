@@ -1,4 +1,4 @@
-"""Where a text gives its answer: after the thoughts, in the last box or the last statement.
+"""Place of the answer in a text: after the thoughts, in the last box or the last statement.
 
 Everything here takes time linear in the length of the text.
 """

@@ -77,7 +77,7 @@ def _hash(before: int, token: int) -> int:
 
 
 class ReachabilityCheck:
-    """What was compared; tags by the layer, or the bin, that has the block table."""
+    """Counts of what was compared; tags by the layer, or the bin, with the block table."""
 
     def __init__(self) -> None:
         self.sets = 0

@@ -38,7 +38,7 @@ _GROUPS = ("g_idx", "weight_g_idx")  # the group of each input
 
 @dataclass(frozen=True)
 class HeadOrder:
-    """How the heads of a model were dealt out.
+    """Deal of the heads of a model.
 
     Attributes:
         heads: the KV heads of each layer with gates, in the order of ranks, and of parts in a rank.

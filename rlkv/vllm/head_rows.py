@@ -111,7 +111,7 @@ class StepRows:
 
     @property
     def decoding(self) -> bool:
-        """Whether every request has one query."""
+        """True if every request has one query."""
         return bool(self.kinds[0].max_query_len == 1)
 
     def rows(self, places: Places) -> HeadRows:

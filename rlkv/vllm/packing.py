@@ -1,4 +1,4 @@
-"""Which heads share a block table, so that a pool of equal blocks is filled with little waste.
+"""Bins of heads that share a block table: a pool of equal blocks is filled with little waste.
 
 The heads of a *bin* share a block table; a block holds some tokens of all of them. Each table costs
 time in every step, so there are few. All blocks have as many bytes as the largest one, so a bin of

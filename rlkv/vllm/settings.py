@@ -289,7 +289,7 @@ class ServingSettings:
 
     @property
     def feature(self) -> str:
-        """What was asked for, as refusals name it."""
+        """Name in refusals of what was asked for."""
         return {MEMORY: REALLOCATION, KEEP: KEEPING, LOSSLESS: DRAFTING}[self.mode]
 
     @property
