@@ -86,6 +86,8 @@ def full_attention(
         # padding on the right is later than every real token, which therefore never sees it
         return grouped_attention(query, key, value, None, causal=True, softmax=softmax)
     mask = call.dense_local_mask(call.kv_length, 0, query.device)
+    if isinstance(call, RecordedCall):
+        mask = call.addend("full", mask, query.dtype)
     return dense_attention(query, key, value, mask, softmax)
 
 
@@ -177,7 +179,8 @@ def recorded_local_attention(
         mask = torch.cat([sinks < start, recent >= first], dim=1)[:, None, None, :]
         return torch.cat([sinks, recent], dim=1).clamp(0, call.kv_length - 1), mask
 
-    position_BN, mask = call.once(("recorded", sink, window, device), make)
+    position_BN, is_seen = call.once(("recorded", sink, window, device), make)
+    mask = call.addend((sink, window), is_seen, query.dtype)
 
     def kept(states: Tensor) -> Tensor:
         return _take_sinks(states, position_BN, sink + window)

@@ -270,6 +270,17 @@ class RecordedCall(MixedCall):
 
         return self.once(("rows", device), make)
 
+    def addend(self, key: Any, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bool ``mask``, which ``key`` names, as what is added to logits.
+
+        Fused kernels of a GPU would make it out of a bool mask in each layer.
+        """
+
+        def make() -> Tensor:
+            return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+        return self.once(("addend", key, dtype), make)
+
 
 def mixed_mask(
     *, q_length: int, kv_length: int, q_offset: int | Tensor, **kwargs: Any

@@ -29,7 +29,7 @@ REFILL_AT = 0.75
 # the same where a graph serves and no prompt waits: its time hardly depends on the rows
 GRAPH_LEAVE_AT = 0.25
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
-GRAPH_AFTER = 4  # steps of the same rows: a graph pays only if more follow
+GRAPH_AFTER = 1  # step of the same rows, which loads what a recording may not load
 SIMILAR = 0.9  # of the longest prompt's length, which further ones must have: the rest is padding
 
 
