@@ -195,7 +195,7 @@ class RLKVSettings(RunSettings):
     )
     forward_rows: int = option(16, "rows per forward of the loss (one process)", "model", LOCAL)
     liger_kernels: bool = option(
-        False, "Liger's kernels in the frozen layers; needs a GPU and rlkv[liger]", "steps"
+        False, "Liger's kernels in the frozen layers; needs a GPU and rlkv[liger]", "steps", LOCAL
     )
     elimination_distillation: int = option(
         40, "steps of distillation that order four tenths of the heads; 0: none", "elimination"
