@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,11 @@ def train_gates(
             f"{longest} tokens, the model has {most} positions: lower --max-completion-length or "
             "leave out problems with long prompts"
         )
-    if settings.liger_kernels:
-        apply_liger(model, args.device)
+    apply_liger = find_liger(model, args.device) if settings.liger_kernels else None
     with open_engine(settings, args, longest) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
+        if apply_liger is not None:
+            apply_liger(model)
         if start is not None:
             set_gates(trainer.model, start.alpha)
         trainer.accelerator.wait_for_everyone()  # every process has looked into the folder
@@ -272,11 +274,12 @@ def open_engine(
         yield engine
 
 
-def apply_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace layers of ``model``, which is not yet wrapped, by Liger's kernels.
+def find_liger(model: PreTrainedModel, device: torch.device) -> Callable[[PreTrainedModel], None]:
+    """Return what replaces layers of ``model`` by Liger's kernels.
 
-    Rotary embeddings are replaced for all models of this family in the process.  Not run on a GPU
-    yet.
+    It is to be called when the model has its gates, which try a forward call where the weights were
+    loaded: the kernels have none for a CPU.  Rotary embeddings are replaced for all models of this
+    family in the process.  On a GPU the logits of a tiny model have been compared, no training.
 
     Args:
         device: where the model will be trained.
@@ -297,4 +300,6 @@ def apply_liger(model: PreTrainedModel, device: torch.device) -> None:
         )
     # its losses would replace the output head, which the objective calls itself
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    liger._apply_liger_kernel_to_instance(model, rope=True, rms_norm=True, swiglu=True, **losses)
+    return partial(
+        liger._apply_liger_kernel_to_instance, rope=True, rms_norm=True, swiglu=True, **losses
+    )

@@ -12,7 +12,7 @@ import torch
 
 from rlkv.rollout.base import Sample
 from rlkv.training.config import passes
-from rlkv.training.grpo import apply_liger
+from rlkv.training.grpo import find_liger
 from rlkv.training.objective import completion_logprobs
 from rlkv.training.sharding import RowSampler, Shares, make_micro_batches
 from rlkv.training.trainer import judged
@@ -167,20 +167,22 @@ LIGER = "liger_kernel.transformers.monkey_patch"
 def test_liger_replaces_layers_but_no_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is imitated: it needs a GPU."""
     asked: list[dict[str, object]] = []
+    model = make_tiny_model("llama")
     for name in ("liger_kernel", "liger_kernel.transformers", LIGER):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     liger = sys.modules[LIGER]
     monkeypatch.setattr(liger, "MODEL_TYPE_TO_APPLY_LIGER_FN", {"llama": None}, raising=False)
 
-    def call(model: object, **options: object) -> None:
+    def call(served: object, **options: object) -> None:
+        assert served is model
         asked.append(options)
 
     monkeypatch.setattr(liger, "_apply_liger_kernel_to_instance", call, raising=False)
-    apply_liger(make_tiny_model("llama"), torch.device("cuda"))
+    find_liger(model, torch.device("cuda"))(model)
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert asked == [{"rope": True, "rms_norm": True, "swiglu": True, **losses}]
     with pytest.raises(ValueError, match="type qwen3"):
-        apply_liger(make_tiny_model("qwen3"), torch.device("cuda"))
+        find_liger(make_tiny_model("qwen3"), torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -194,5 +196,5 @@ def test_liger_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(10, (2, 40), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        apply_liger(model, model.device)
+        find_liger(model, model.device)(model)
         torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-3, atol=1e-3)

@@ -15,11 +15,12 @@ import torch
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from rlkv.attention.head_gate import gates_matrix
+from rlkv.attention.head_gate import gate_parameters, gates_matrix
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import Rows
 from rlkv.rollout.hf import GatedHFEngine
+from rlkv.training import grpo
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run
@@ -178,6 +179,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
         random_run.run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_liger_kernels_come_after_the_forward_call_that_gates_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on the CPU then, where Liger has no kernels."""
+    gates: list[int] = []
+
+    def apply(model: Any) -> None:
+        gates.append(len(gate_parameters(model)))
+
+    monkeypatch.setattr(grpo, "find_liger", lambda model, device: apply)
+    random_run.run(tmp_path / "run", ["--liger-kernels", "--max-steps", "1"])
+    assert gates == [2]
 
 
 def test_a_run_is_tied_to_the_gates_that_it_starts_from(tmp_path: Path) -> None:
