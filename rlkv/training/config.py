@@ -25,7 +25,7 @@ from rlkv.training.objective import RECIPES
 
 # what a run notes of an option: (may be changed when it is resumed, is published with the gates)
 METHOD = (False, True)
-EXTENT = (True, True)  # how far a run goes
+EXTENT = (True, True)  # how far a run goes, and by which kernels
 LOCAL = (True, False)  # what belongs to this machine, not to the method
 INPUT = (False, False)  # published as a digest or a name of its own
 UNNOTED = (None, True)
@@ -195,7 +195,7 @@ class RLKVSettings(RunSettings):
     )
     forward_rows: int = option(16, "rows per forward of the loss (one process)", "model", LOCAL)
     liger_kernels: bool = option(
-        False, "Liger's kernels in the frozen layers; needs a GPU and rlkv[liger]", "steps", LOCAL
+        False, "Liger's kernels in the frozen layers; needs a GPU and rlkv[liger]", "steps", EXTENT
     )
     elimination_distillation: int = option(
         40, "steps of distillation that order four tenths of the heads; 0: none", "elimination"

@@ -278,8 +278,9 @@ def find_liger(model: PreTrainedModel, device: torch.device) -> Callable[[PreTra
     """Return what replaces layers of ``model`` by Liger's kernels.
 
     It is to be called when the model has its gates, which try a forward call where the weights were
-    loaded: the kernels have none for a CPU.  Rotary embeddings are replaced for all models of this
-    family in the process.  On a GPU the logits of a tiny model have been compared, no training.
+    loaded: on a CPU, where these kernels do not run.  Rotary embeddings are replaced for all models
+    of this family in the process.  On a GPU the logits of a tiny model have been compared; no
+    training has run with them.
 
     Args:
         device: where the model will be trained.
