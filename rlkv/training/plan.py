@@ -115,7 +115,7 @@ def _layer_bytes_per_token(model: Footprint, sizes: LocalSizes, on_gpu: bool) ->
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is planned for: ``processes`` with a ``card`` each, or on a CPU.
+    """The machine a run is planned for: ``processes`` with a ``card`` each, or a CPU.
 
     Attributes:
         free: bytes that are free on each card.
