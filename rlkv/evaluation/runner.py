@@ -36,7 +36,7 @@ from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.utils.files import read_json
 from rlkv.utils.runtime import commit, digest, hardware_line
 from rlkv.utils.store import Row, iter_shards, open_store, settings_path
-from rlkv.verifier.extraction import THINKING
+from rlkv.verifier.extraction import opening
 
 # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
 UNGRADED = 64
@@ -109,9 +109,7 @@ def render_problems(
     for problem in problems:
         prompt = render_prompt(tokenizer, problem.prompt, "plain")
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        # a chat template may open the thoughts, which the text then closes
-        opened = THINKING if prompt.rstrip().endswith(THINKING) else ""
-        grade = partial(_grade, task, problem, opened)
+        grade = partial(_grade, task, problem, opening(prompt))
         rendered.append(Problem(problem.id, prompt, ids, grade, f"{problem.answer}{problem.meta}"))
     return rendered
 

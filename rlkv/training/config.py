@@ -269,6 +269,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("mask_truncated_completions", False, "truncated completions count, with their reward"),
     ("logging_steps", 1, "the log has one record per step"),
     ("log_completions", False, "the log holds figures only"),
+    ("logging_strategy", "steps", "the log has one record per step"),
     ("eval_strategy", "no", "evaluate the exported gates with the programs in inference/"),
     ("use_transformers_continuous_batching", False, "continuous batching bypasses the gates"),
     ("use_vllm", False, "trl's own rollouts of vLLM would not see the gates: set rollout to vllm"),
@@ -282,6 +283,12 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("chat_template_kwargs", None, "prompts are rendered by the option template alone"),
     ("cache_implementation", None, "static caches do not work with gates"),
     ("fsdp", None, "the launcher sets FSDP2: --config_file configs/accelerate/fsdp2.yaml"),
+    ("disable_dropout", True, "rollouts have no dropout"),
+    ("label_smoothing_factor", 0.0, _OBJECTIVE),
+    ("neftune_noise_alpha", None, _OBJECTIVE),
+    ("data_seed", None, "all draws follow the option seed"),
+    ("resume_from_checkpoint", None, "the same command resumes from its output_dir"),
+    ("save_only_model ignore_data_skip", False, "a resumed run goes on as if never stopped"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
 )
@@ -305,7 +312,6 @@ _OF_THE_MACHINE = (
     "project",
     "push_to_hub",
     "report_to",
-    "resume_from_checkpoint",
     "save_",
     "skip_memory_metrics",
     "torch_compile",
@@ -374,6 +380,7 @@ class GateTrainingArguments(GRPOConfig):
     dataloader_pin_memory: bool = False  # batches are prompts as text
     ddp_find_unused_parameters: bool | None = False  # every gate takes part in every step
     pad_to_multiple_of: int | None = None  # as trl's "auto" becomes
+    disable_dropout: bool = True  # as in rollouts
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
@@ -430,6 +437,12 @@ class GateTrainingArguments(GRPOConfig):
             )
         check_least(self, 0, "epsilon", "max_grad_norm", "weight_decay", "learning_rate")
         check_least(self, 1, "save_total_limit")
+        if (self.steps_per_generation or 1) < self.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} makes several rollouts a step, "
+                "of which the log would show the last: give at least the "
+                f"{self.gradient_accumulation_steps} forward passes of a step"
+            )
         prompts = (self.prompts_per_step or 0) * (self.steps_per_generation or 1)
         if prompts % self.gradient_accumulation_steps:
             raise ValueError(

@@ -174,8 +174,11 @@ def distill(
     try:
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            # transformers recomputes in training mode only; gated attention allows no dropout
+            # transformers recomputes in training mode only, which must not switch dropout on
             gated.train()
+            for module in gated.modules():
+                if isinstance(module, nn.Dropout):
+                    module.eval()
         if run.checkpoint is not None:
             distiller.load(load_tensors(run.checkpoint / STATE))
         callbacks = [RunLog(run, make_gates), StopOnTermination()]

@@ -191,7 +191,10 @@ def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Data
             f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
         )
     parts = curriculum.train_test_split(test_size=number, seed=args.seed)
-    return parts["train"], parts["test"]
+    held = parts["test"].to_list()
+    # a curriculum may have a problem twice
+    others = [at for at, row in enumerate(parts["train"].to_list()) if row not in held]
+    return parts["train"].select(others), parts["test"]
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:

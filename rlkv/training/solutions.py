@@ -155,7 +155,8 @@ def draw_traces(
             "for fewer"
         )
     chosen = random.Random(f"rlkv-elimination-{seed}").sample(range(len(recorded)), number)
-    rest = sorted(set(range(len(recorded))) - set(chosen))
+    drawn = {recorded[at] for at in chosen}
+    rest = [at for at, text in enumerate(recorded) if text not in drawn]
     more = min(len(rest), HELD_BACK * number)
     others = random.Random(f"rlkv-held-back-{seed}").sample(rest, more)
     return [recorded[at] for at in chosen], [recorded[at] for at in others]

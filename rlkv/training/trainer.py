@@ -60,6 +60,7 @@ from rlkv.training.sharding import (
     take_sharding,
 )
 from rlkv.verifier import are_correct
+from rlkv.verifier.extraction import opening
 
 # (completions as text, answers) -> whether each is right
 Reward = Callable[[Sequence[str], Sequence[str]], Sequence[bool]]
@@ -281,8 +282,10 @@ class RLKVTrainer(GRPOTrainer):
         def judge(batch: list[tuple[int, Sample]]) -> list[float]:
             ids = [sample.token_ids for _, sample in batch]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            prompts = self._tokenizer.batch_decode([items[index][0] for index, _ in batch])
+            whole = [opening(prompt) + text for prompt, text in zip(prompts, texts, strict=True)]
             answers = [items[index][1] for index, _ in batch]
-            return [float(right) for right in self.reward(texts, answers)]
+            return [float(right) for right in self.reward(whole, answers)]
 
         ended = self._sample(rows, gates_matrix(self.model), sampling)
         samples, seconds = judged(ended, judge)

@@ -52,6 +52,14 @@ def after_thinking(text: str) -> str:
     return "" if THINKING in rest else rest
 
 
+def opening(prompt: str) -> str:
+    """Return the mark of thoughts that ``prompt`` opens, as some chat templates do, or nothing.
+
+    Completions close it; with it in front they are read like those of other models.
+    """
+    return THINKING if prompt.rstrip().endswith(THINKING) else ""
+
+
 def _boxes(text: str) -> list[_Box]:
     """Return all boxes, in the order in which they open; none if they are nested too deep."""
     found: list[_Box] = []

@@ -304,7 +304,7 @@ def mark_words(text: str, every: bool) -> str:
         if not run[0].isalpha():
             return run
         low = run.lower()
-        if low == "a" and re.match(r"\s+(?!and\b)[a-z]{3}", text[match.end() :]):
+        if low in ("a", "an") and re.match(r"\s+(?!and\b)[a-z]{3}", text[match.end() :]):
             return r"\text{an}"
         # no variable is called o, and e is a number
         is_word = len(run) > 3 or low in _SHORT_WORDS

@@ -23,6 +23,7 @@ from typing import Any
 MEMORY_LIMIT_BYTES = 4 << 30
 # that numbers must share; math-verify's default of 15, after the point, makes e^-50 and e^-51 equal
 DIGITS = 50
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 MAX_ELEMENTS = 64  # of a list that is compared in any order
 
 
@@ -73,6 +74,10 @@ class Comparison:
 
     def _value(self, text: str) -> Any:
         """Decimals are exact, ``i`` is imaginary, other letters are real."""
+        head, *tail = _PLUS_MINUS.split(text)
+        # the grammar reads it between terms, but not in a fraction
+        if len(tail) == 1 and head.count("{") > head.count("}"):
+            return self.sympy.FiniteSet(*(self._value(head + sign + tail[0]) for sign in "+-"))
         found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
         return self._exact(found)
 

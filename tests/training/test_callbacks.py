@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import get_peft_model
 from transformers import TrainerCallback
 
@@ -155,6 +155,9 @@ def test_problems_that_are_held_out_are_not_trained_on() -> None:
     assert sorted([*trained["answer"], *held["answer"]]) == sorted(rows["answer"])
     assert len(held) == 4
     assert hold_out(rows, 0, args) == (rows, None)
+    trained, held = hold_out(concatenate_datasets([rows, rows]), 4, args)
+    assert held is not None
+    assert not set(trained["answer"]) & set(held["answer"])
     for number, reason in ((10, "leaves none"), (3, "not a multiple of the 2 processes")):
         with pytest.raises(ValueError, match=reason):
             hold_out(rows, number, args)

@@ -148,6 +148,14 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--held-out 4", "at the sparsities of target_sparsity"),
         ("--save-total-limit 0", "--save-total-limit must"),
         ("--importance-cap 0.5", "importance_cap"),
+        ("--logging-strategy no", "logging_strategy must be steps"),
+        ("--no-disable-dropout", "disable_dropout must be True.*rollouts have no dropout"),
+        ("--resume-from-checkpoint c", "resume_from_checkpoint must be None.*output_dir"),
+        ("--save-only-model", "save_only_model must be False"),
+        (
+            "--prompts-per-step 8 --per-device-train-batch-size 8 --steps-per-generation 1",
+            "steps_per_generation=1 makes several rollouts a step.*at least the 4",
+        ),
         (
             "--prompts-per-step 3 --per-device-train-batch-size 8 --steps-per-generation 3",
             "steps_per_generation=3 splits prompts_per_step=3",

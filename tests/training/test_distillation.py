@@ -24,6 +24,7 @@ from rlkv.training.distillation import (
     Distiller,
     count_right,
     distill_gates,
+    distill_traces,
     kl_of_states,
     lr_factor,
     squared_distance,
@@ -236,6 +237,16 @@ def test_another_loss_changes_the_gates_and_gradient_checkpointing_does_not(
     assert not torch.equal(usual.alpha, kl.alpha)
     again = run(tmp_path / "checkpointing", "--gradient-checkpointing")
     assert torch.allclose(again.alpha, usual.alpha, atol=1e-6)
+
+
+def test_a_model_s_own_dropout_is_off(tmp_path: Path) -> None:
+    words = [*OPTIONS.split(), "--data", "traces", "--curriculum", "c", "--steps", "1"]
+    words += ["--gradient-checkpointing", "--output-dir", str(tmp_path)]
+    model = make_tiny_model("phi", resid_pdrop=0.3)
+    distill_traces(parse_distill_config(words), random_samples(3), model)
+    # all gates begin at 1, the unchanged model
+    (record,) = read_log(tmp_path / "log.jsonl")
+    assert record["loss/distill"] < 1e-6
 
 
 def test_a_stopped_run_goes_on_and_ends_the_same(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlkv.training import grpo
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 FAST = ["--learning-rate", "0.3", "--image-steps", "5"]
 START = torch.tensor([[0.0, 0.3, 0.6, 1.0], [0.2, 0.4, 0.8, 0.5]])
@@ -127,6 +128,41 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
             random_run.run(tmp_path / "run", FAST, [Watch(crash_at)])
     assert random_run.run(tmp_path / "run", FAST) == whole_run[2]
     assert log_of(tmp_path / "run") == log_of(whole_run[0])
+
+
+def test_a_model_s_own_dropout_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_policy() -> tuple[Any, Any]:
+        tokenizer = build_tokenizer()
+        return make_tiny_model("phi", vocab_size=len(tokenizer), resid_pdrop=0.3), tokenizer
+
+    monkeypatch.setattr(random_run, "make_policy", make_policy)
+    random_run.run(tmp_path / "run", ["--max-steps", "1"])
+    (record,) = log_of(tmp_path / "run")
+    assert record["rollout/logprob_diff_mean"] < 1e-5
+
+
+def test_thoughts_that_the_prompt_opens_are_rewarded_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_policy = random_run.make_policy
+    judged: list[str] = []
+
+    def opens_thoughts() -> tuple[Any, Any]:
+        model, tokenizer = make_policy()
+        tokenizer.chat_template = "{{ messages[0].content }} <think>"
+        tokenizer.add_tokens(["<think>"])
+        model.resize_token_embeddings(len(tokenizer))
+        return model, tokenizer
+
+    def reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        judged.extend(completions)
+        return [True] * len(completions)
+
+    monkeypatch.setattr(random_run, "make_policy", opens_thoughts)
+    monkeypatch.setattr(random_run, "checksum_reward", reward)
+    random_run.run(tmp_path / "run", ["--max-steps", "1"])
+    assert judged
+    assert all(text.startswith("<think>") for text in judged)
 
 
 def test_a_run_resumed_within_a_rollout_equals_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -32,15 +32,15 @@ _KIND = r"(?:(?:option|choice|letter|answer)\s{1,3})?"
 def _letter(name: str) -> str:
     """Return a pattern of one letter, in groups ``name1`` to ``name4``.
 
-    In brackets or quotes; as a capital; A and I, which are words, only before punctuation or a
-    reason; in lower case only at the end of a line or a clause.
+    In brackets or quotes; as a capital; A and I, which are words, not before a word in lower case
+    unless it begins a reason; in lower case only at the end of a line or a clause.
     """
     alone = r"(?<![\w'])"
     reason = r"(?=\s+(?:because|since|as|and|or|with|due|for|based|rather|which|from|not|is|but)\b)"
     return (
         rf"(?:{_OPEN}(?P<{name}1>[A-Za-z]){_CLOSE}"
         rf"|{alone}(?P<{name}2>[B-HJ-Z])(?![\w'])"
-        rf"|{alone}(?P<{name}3>[AI])(?:(?=\s*(?:[.,;:)\]!?/&-]|$))|{reason})"
+        rf"|{alone}(?P<{name}3>[AI])(?![\w'])(?:(?=\s*(?:[^\sa-z]|$))|{reason})"
         rf"|{alone}(?P<{name}4>[a-z])(?=\s*(?:[.,;:)\]!]\s|[.,;:)\]!]?\s*$)))"
     )
 
