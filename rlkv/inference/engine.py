@@ -190,6 +190,11 @@ class InferenceEngine(HFEngine):
     def _compressed(self, full: bool) -> Iterator[None]:
         """Let the model decode under the allocation, unless the full cache is asked for."""
         if full:
+            if self._session is not None:
+                raise ValueError(
+                    "the model is compressed by a stream that has not ended: end it, or close it, "
+                    "before the full cache is asked for"
+                )
             yield
             return
         settings = self.settings

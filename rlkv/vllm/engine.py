@@ -112,7 +112,9 @@ class VLLMEngine(RolloutEngine):
         self.eos_ids = end_tokens(_generation_config(model), self.tokenizer)
         self.has_gates = sizes is not None
         self._calls = 0
-        options = _device_options() | _rank_options()
+        # where nothing else is asked for, variables in the environment do not ask either
+        options: dict[str, Any] = {"additional_config": {KEY: None}}
+        options |= _device_options() | _rank_options()
         if sizes is not None:
             options |= _mixed_options(model, sizes)
         try:

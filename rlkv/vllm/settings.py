@@ -357,9 +357,11 @@ def asks_for_check() -> bool:
 def read_request(
     additional_config: Any, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """Return what was asked for, not yet checked; None if nothing was."""
-    if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
+    """Return what was asked for, not yet checked; None if nothing was, or None itself."""
+    if isinstance(additional_config, Mapping) and KEY in additional_config:
         request = additional_config[KEY]
+        if request is None:
+            return None
         if not isinstance(request, Mapping):
             raise ValueError(
                 f'additional_config["{KEY}"] must be a mapping such as {{"gates": ...}}, got '

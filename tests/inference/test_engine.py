@@ -57,6 +57,12 @@ def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
     expected = 2 * 3 * 4 * (stock.shape[1] - 1) * 16 * 4
     for found in (reply.usage, usage):
         assert found.kv_bytes == found.kv_bytes_full == expected
+    compressed = engine.stream([prompt] * 2, GREEDY, [0, 1])
+    next(compressed)
+    with pytest.raises(ValueError, match="compressed by a stream that has not ended"):
+        engine.batch([prompt], GREEDY, full=True)
+    compressed.close()
+    assert engine.batch([prompt], GREEDY, full=True)[0] == batched
 
 
 def test_chat_turns_on_the_cache_equal_reading_everything_anew() -> None:

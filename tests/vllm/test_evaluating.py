@@ -75,9 +75,13 @@ def rows(folder: Path, method: str) -> list[dict[str, Any]]:
 def evaluated(gates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders ``RUN/hf`` and ``RUN/vllm`` of the same evaluation."""
     folder = tmp_path_factory.mktemp("evaluated")
-    for name, options in RUNS.items():
-        for engine in ("hf", "vllm"):
-            evaluate(folder / name / engine, gates, *options, "--engine", engine)
+    with pytest.MonkeyPatch.context() as patch:
+        # left from a server, and not what is evaluated
+        patch.setenv("RLKV_GATES", str(gates))
+        patch.setenv("RLKV_SPARSITY", "1")
+        for name, options in RUNS.items():
+            for engine in ("hf", "vllm"):
+                evaluate(folder / name / engine, gates, *options, "--engine", engine)
     return folder
 
 

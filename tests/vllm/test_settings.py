@@ -24,6 +24,7 @@ def test_configuration_goes_before_the_environment() -> None:
     environment = {"RLKV_GATES": "other", "RLKV_SPARSITY": "0.25"}
     assert read_request({"rlkv": REQUEST}, environment) == REQUEST
     assert read_request({}, environment) == {"gates": "other", "sparsity": 0.25}
+    assert read_request({"rlkv": None}, environment) is None
     assert read_request({"other": 1}, {"RLKV_GATES": ""}) is None
 
 
