@@ -25,6 +25,7 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, provenance
 from rlkv.utils.store import check_output, open_store
 from rlkv.verifier import is_correct
+from rlkv.verifier.extraction import opening
 from rlkv.vllm.settings import ServingSettings, check_temperature
 
 FILE_TOKENS = 8192  # of an answer in a file; the paper's evaluation
@@ -398,20 +399,22 @@ def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[
                     prompts, session.sampling, full=suffix == "_full", numbers=numbers
                 )
                 usages[suffix] += usage
-                for row, problem, completion in zip(rows, batch, completions, strict=True):
-                    row |= _outcome(problem, completion, suffix)
+                for row, prompt, completion in zip(rows, prompts, completions, strict=True):
+                    row |= _outcome(prompt, row.get("answer"), completion, suffix)
             missing = rows[len(store.rows) - begin :]
             store.append(*missing)
             bar.advance(len(missing))
         return store.rows, resumed, usages
 
 
-def _outcome(problem: dict[str, Any], completion: Completion, suffix: str) -> dict[str, Any]:
+def _outcome(
+    prompt: str, answer: str | None, completion: Completion, suffix: str
+) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "output": completion.text,
         "output_tokens": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
-    if problem.get("answer") is not None:
-        outcome["correct"] = is_correct(completion.text, problem["answer"])
+    if answer is not None:
+        outcome["correct"] = is_correct(opening(prompt) + completion.text, answer)
     return {name + suffix: value for name, value in outcome.items()}

@@ -214,12 +214,12 @@ class HeldOut(TrainerCallback):
     def _measure(self, sparsity: float, args: Any) -> None:
         trainer = self.get_trainer()
         own = self.problems.select(range(args.process_index, len(self.problems), args.world_size))
-        tokenizer = trainer.processing_class
-        prompts = tokenizer.apply_chat_template(list(own["prompt"]), add_generation_prompt=True)
+        prompts = trainer.processing_class.apply_chat_template(
+            list(own["prompt"]), add_generation_prompt=True
+        )
         full = HeadAllocation.from_gates(self.make_gates(), sparsity).full
         completions = trainer.complete_greedily(prompts["input_ids"], full.float())
-        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-        right = trainer.reward(texts, own["answer"])
+        right = trainer.judge(prompts["input_ids"], completions, own["answer"])
         truncated = [ids[-1] not in trainer.eos_token_ids for ids in completions]
         lengths = map(len, completions)
         rows = gather_object(list(zip(right, truncated, lengths, strict=True)))

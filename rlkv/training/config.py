@@ -441,7 +441,8 @@ class GateTrainingArguments(GRPOConfig):
             raise ValueError(
                 f"steps_per_generation={self.steps_per_generation} makes several rollouts a step, "
                 "of which the log would show the last: give at least the "
-                f"{self.gradient_accumulation_steps} forward passes of a step"
+                f"{self.gradient_accumulation_steps} forward passes of a step, or a larger "
+                "generation_batch_size"
             )
         prompts = (self.prompts_per_step or 0) * (self.steps_per_generation or 1)
         if prompts % self.gradient_accumulation_steps:

@@ -62,6 +62,7 @@ from rlkv.training.run_folder import (
 )
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
+    check_dropout,
     check_head,
     check_masks,
     log_probabilities,
@@ -160,6 +161,8 @@ def distill(
             f"texts have up to {longest} tokens, the model has {most} positions: give shorter ones "
             "(rlkv-distill: --max-length)"
         )
+    if settings.gradient_checkpointing:
+        check_dropout(model.config)
     if settings.loss_kind == "kl":
         check_head(model, draw(0)[0].ids)
     check_masks(model, draw(0)[0], settings.prefill)

@@ -165,6 +165,16 @@ def draw_traces(
 # --- models that are refused
 
 
+def check_dropout(config: Any) -> None:
+    """Raise ``ValueError`` for dropout that is no module and cannot be switched off."""
+    for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+        if value := getattr(config.get_text_config(), name, 0):
+            raise ValueError(
+                f"{name} is {value}, but gates are trained without dropout: set it to 0 in the "
+                "model's config.json"
+            )
+
+
 def check_head(model: Any, ids: Sequence[int]) -> None:
     """Raise ``ValueError`` if logits are not the output embeddings of the last hidden states."""
     if model.get_decoder() is model:

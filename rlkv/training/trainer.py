@@ -59,6 +59,7 @@ from rlkv.training.sharding import (
     shard_base,
     take_sharding,
 )
+from rlkv.training.solutions import check_dropout
 from rlkv.verifier import are_correct
 from rlkv.verifier.extraction import opening
 
@@ -167,11 +168,7 @@ class RLKVTrainer(GRPOTrainer):
                 f"the curriculum has {len(train_dataset)} problems, but one step takes {prompts}: "
                 "lower prompts_per_step or add problems"
             )
-        dropout = getattr(model.config.get_text_config(), "attention_dropout", 0)
-        if dropout:
-            raise ValueError(
-                f"gated attention has no dropout: set attention_dropout to 0 (it is {dropout})"
-            )
+        check_dropout(model.config)
         self.settings = settings
         self.reward = reward
         self.engine = engine
@@ -280,18 +277,24 @@ class RLKVTrainer(GRPOTrainer):
         )
 
         def judge(batch: list[tuple[int, Sample]]) -> list[float]:
-            ids = [sample.token_ids for _, sample in batch]
-            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            prompts = self._tokenizer.batch_decode([items[index][0] for index, _ in batch])
-            whole = [opening(prompt) + text for prompt, text in zip(prompts, texts, strict=True)]
+            prompts = [items[index][0] for index, _ in batch]
             answers = [items[index][1] for index, _ in batch]
-            return [float(right) for right in self.reward(whole, answers)]
+            return self.judge(prompts, [sample.token_ids for _, sample in batch], answers)
 
         ended = self._sample(rows, gates_matrix(self.model), sampling)
         samples, seconds = judged(ended, judge)
         assert len(samples) == len(items), "a prompt of the step is lost"
         self._seconds["reward"] += seconds
         return samples
+
+    def judge(
+        self, prompts: list[list[int]], completions: list[list[int]], answers: list[str]
+    ) -> list[float]:
+        """Return the rewards of token ids, with the mark of thoughts that a prompt opens."""
+        texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        opened = map(opening, self._tokenizer.batch_decode(prompts))
+        whole = [mark + text for mark, text in zip(opened, texts, strict=True)]
+        return [float(right) for right in self.reward(whole, answers)]
 
     def complete_greedily(self, prompt_ids: list[list[int]], alpha_LH: Tensor) -> list[list[int]]:
         """Complete this process's prompts under other gates; all processes call it.

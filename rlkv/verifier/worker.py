@@ -75,8 +75,9 @@ class Comparison:
     def _value(self, text: str) -> Any:
         """Decimals are exact, ``i`` is imaginary, other letters are real."""
         head, *tail = _PLUS_MINUS.split(text)
+        braces = re.sub(r"\\[{}]", "", head)  # without those of sets
         # the grammar reads it between terms, but not in a fraction
-        if len(tail) == 1 and head.count("{") > head.count("}"):
+        if len(tail) == 1 and braces.count("{") > braces.count("}"):
             return self.sympy.FiniteSet(*(self._value(head + sign + tail[0]) for sign in "+-"))
         found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
         return self._exact(found)

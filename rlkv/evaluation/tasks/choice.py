@@ -40,7 +40,7 @@ def _letter(name: str) -> str:
     return (
         rf"(?:{_OPEN}(?P<{name}1>[A-Za-z]){_CLOSE}"
         rf"|{alone}(?P<{name}2>[B-HJ-Z])(?![\w'])"
-        rf"|{alone}(?P<{name}3>[AI])(?![\w'])(?:(?=\s*(?:[^\sa-z]|$))|{reason})"
+        rf"|{alone}(?P<{name}3>[AI])(?![\w'])(?:(?=\s*(?:[^\sa-z=]|$))|{reason})"
         rf"|{alone}(?P<{name}4>[a-z])(?=\s*(?:[.,;:)\]!]\s|[.,;:)\]!]?\s*$)))"
     )
 

@@ -87,7 +87,7 @@ def test_answer_styles() -> None:
     for expected, _, text in rows:
         found = extract_letter(text.replace(r"\n", "\n"), 10)
         assert (found or "-", text) == (expected, text)
-    for style in ("Answer: {} 12 cm", "Answer: {} (12)", "Answer: {} Paris", "Answer: {} = 5"):
+    for style in ("Answer: {} 12 cm", "Answer: {} (12)", "Answer: {} Paris", "Answer: {} [12]"):
         for option in "ABCDEFGHIJ":
             assert extract_letter(style.format(option), 10) == option
     for style in ("Answer: {}", "The answer is ({}).", "\\boxed{{{}}}", "{}", "({}) 5 m/s"):
