@@ -437,13 +437,6 @@ class GateTrainingArguments(GRPOConfig):
             )
         check_least(self, 0, "epsilon", "max_grad_norm", "weight_decay", "learning_rate")
         check_least(self, 1, "save_total_limit")
-        if (self.steps_per_generation or 1) < self.gradient_accumulation_steps:
-            raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} makes several rollouts a step, "
-                "of which the log would show the last: give at least the "
-                f"{self.gradient_accumulation_steps} forward passes of a step, or a larger "
-                "generation_batch_size"
-            )
         prompts = (self.prompts_per_step or 0) * (self.steps_per_generation or 1)
         if prompts % self.gradient_accumulation_steps:
             raise ValueError(

@@ -169,6 +169,13 @@ class RLKVTrainer(GRPOTrainer):
                 "lower prompts_per_step or add problems"
             )
         check_dropout(model.config)
+        if (args.steps_per_generation or 1) < args.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation={args.steps_per_generation} makes several rollouts a step, "
+                "of which the log would show the last: give at least the "
+                f"{args.gradient_accumulation_steps} forward passes of a step, or a larger "
+                "generation_batch_size"
+            )
         self.settings = settings
         self.reward = reward
         self.engine = engine

@@ -211,6 +211,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         patch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
         with pytest.raises(ValueError, match="attention_dropout"):
             random_run.run(tmp_path / "run")
+    with pytest.raises(ValueError, match="steps_per_generation=1 makes several"):
+        random_run.run(tmp_path / "run", ["--steps-per-generation", "1"])
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
     with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
         random_run.run(tmp_path / "run")

@@ -126,7 +126,7 @@ def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
 @pytest.mark.parametrize("answer", [True, None])
 def test_a_row_of_an_input_file_keeps_the_type_of_its_answer(answer: object) -> None:
     completion = Completion([1], rf"\boxed{{{answer}}}", "stop")
-    assert not _outcome({"problem": "p", "answer": answer}, completion, "").get("correct")
+    assert not _outcome("p", answer, completion, "").get("correct")
 
 
 def test_pairs_of_another_author(verifier: Verifier) -> None:
