@@ -206,11 +206,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
         random_run.run(tmp_path / "run", ["--liger-kernels"])
     model, tokenizer = random_run.make_policy()
-    model.config.attention_dropout = 0.1
-    with monkeypatch.context() as patch:
-        patch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
-        with pytest.raises(ValueError, match="attention_dropout"):
-            random_run.run(tmp_path / "run")
+    for name in ("attention_dropout", "residual_dropout"):
+        with monkeypatch.context() as patch:
+            patch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
+            patch.setattr(model.config, name, 0.1, raising=False)
+            with pytest.raises(ValueError, match=f"{name} is 0.1"):
+                random_run.run(tmp_path / "run")
     with pytest.raises(ValueError, match="steps_per_generation=1 makes several"):
         random_run.run(tmp_path / "run", ["--steps-per-generation", "1"])
     random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
