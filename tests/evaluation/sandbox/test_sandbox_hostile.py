@@ -90,7 +90,7 @@ def running(name: str = "") -> list[str]:
     ]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 150.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
