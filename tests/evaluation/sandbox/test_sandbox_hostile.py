@@ -256,8 +256,9 @@ def test_nothing_is_left_when_the_evaluator_ends_early(patch: str, tmp_path: Pat
         "from rlkv.evaluation.sandbox import run_tests\n"
         "run_tests('f = 1', ['assert f == 1'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    # many: which instruction of a starting bubblewrap the end meets is left to chance
+    evaluators = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(12)]
+    for evaluator in evaluators:
+        assert evaluator.wait() == -signal.SIGKILL
     wait_until(lambda: not running() and not list(tmp_path.iterdir()))

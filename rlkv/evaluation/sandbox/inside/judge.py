@@ -46,7 +46,7 @@ def main() -> NoReturn:
     Ends by SIGALRM if too late.
     """
     options = json.loads(sys.argv[2])
-    # held back until the handler, which removes the folder, is there
+    # held back until the worker runs: bubblewrap, killed while it starts, leaves a process behind
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     worker.call("prctl", worker.PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     worker.call("prctl", worker.DUMPABLE, 0, 0, 0, 0)
@@ -57,9 +57,10 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: program.end("killed", "by the end of the evaluator"))
     if os.getppid() != options["evaluator"]:  # it ended before this process asked to be told
         signal.raise_signal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
-        print(json.dumps(program.receive()), flush=True)
+        isolation = program.receive()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        print(json.dumps(isolation), flush=True)
         signal.setitimer(signal.ITIMER_REAL, options["wall_seconds"])
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # for hostile answers
         job = json.load(sys.stdin)  # none: the evaluator has ended, and SIGTERM is on its way
