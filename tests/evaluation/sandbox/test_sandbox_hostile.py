@@ -258,7 +258,7 @@ def test_nothing_is_left_when_the_evaluator_ends_early(patch: str, tmp_path: Pat
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     # many: which instruction of a starting bubblewrap the end meets is left to chance
-    evaluators = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(12)]
-    for evaluator in evaluators:
+    command = [sys.executable, "-c", code]
+    for evaluator in [subprocess.Popen(command, env=environment) for _ in range(12)]:
         assert evaluator.wait() == -signal.SIGKILL
     wait_until(lambda: not running() and not list(tmp_path.iterdir()))
