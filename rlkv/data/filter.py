@@ -304,11 +304,14 @@ def decode_outputs(
             yield {"index": index, "status": "skipped"}
     stream = engine.stream([prompts[index] for index in fitting], SamplingParams(max_new_tokens))
     for i, completion in stream:
+        ids = completion.token_ids
+        ended = completion.finish_reason == "stop"
         yield {
             "index": fitting[i],
             "status": "truncated" if completion.finish_reason == "length" else "",
-            "output": completion.text,
-            "output_tokens": len(completion.token_ids),
+            # special tokens inside it (gpt-oss's channels) too: finders read the text again
+            "output": engine.tokenizer.decode(ids[:-1] if ended else ids),
+            "output_tokens": len(ids),
         }
 
 

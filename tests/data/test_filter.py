@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ import torch
 from rlkv.cli.app import CONFIGS, parse
 from rlkv.data import filter as filter_job
 from rlkv.data.curriculum import COLUMNS, CURRICULUM, curriculum_folder
-from rlkv.data.filter import FilterConfig, parse_shard, run_filter, sized_and_announced
+from rlkv.data.filter import (
+    FilterConfig,
+    decode_outputs,
+    parse_shard,
+    run_filter,
+    sized_and_announced,
+)
 from rlkv.data.problems import other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
+from rlkv.rollout.base import Completion, FinishReason, RolloutEngine
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
+from rlkv.training.solutions import read_traces
 from rlkv.utils.files import read_log
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -296,6 +305,38 @@ def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
     config = FilterConfig(dtype="bfloat16", device="cpu", engine="hf").resolved()
     assert sized_and_announced(config, 1).batch_size == 16
+
+
+class Recorded(RolloutEngine):
+    """Gives one completion to every prompt."""
+
+    max_positions = 100
+
+    def __init__(self, tokenizer: Any, completion: Completion) -> None:
+        self.tokenizer = tokenizer
+        self.completion = completion
+
+    def stream(self, prompts: list[str], *_: Any) -> Iterator[tuple[int, Completion]]:
+        for index in range(len(prompts)):
+            yield index, self.completion
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", ""), ("length", "truncated")])
+def test_finders_read_the_special_tokens_of_an_output(
+    reason: FinishReason, status: str, tmp_path: Path
+) -> None:
+    """gpt-oss's channels are special tokens."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>"]})
+    ids = tokenizer("3 + 4 <|channel|> 7", add_special_tokens=False).input_ids
+    end = [tokenizer.eos_token_id] if reason == "stop" else []
+    engine = Recorded(tokenizer, Completion([*ids, *end], "3 + 4 7", reason))
+    (row,) = decode_outputs(engine, {3: "3 + 4"}, 50, 50)
+    tokens = len(ids) + len(end)
+    assert row == {"index": 3, "status": status, "output_tokens": tokens, "output": row["output"]}
+    path = write(tmp_path / "c.jsonl", [{"problem": "p", "answer": "7", "output": row["output"]}])
+    (trace,) = read_traces(path, tokenizer, "plain")
+    assert [trace.ids[at] for at in trace.answers] == [*ids, tokenizer.eos_token_id]
 
 
 # --- the command
