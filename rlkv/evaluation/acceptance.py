@@ -33,13 +33,13 @@ from rlkv.evaluation.report import (
     plot_curves,
     table_rows,
 )
-from rlkv.evaluation.runner import Problem, digest_of, library_facts
+from rlkv.evaluation.runner import Problem
 from rlkv.evaluation.study import Study, take_turns
 from rlkv.inference.compress import check_servable
 from rlkv.models.layout import CHUNKED, FULL, SLIDING, Layout
 from rlkv.models.loading import cache_argument
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.runtime import commit
+from rlkv.utils.runtime import commit, digest_of, library_facts
 from rlkv.utils.store import Row, open_store
 
 # tokens that are drafted at once: bounds their logits, 160 MB with a vocabulary of 150,000

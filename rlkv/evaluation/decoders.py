@@ -16,10 +16,16 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes
-from rlkv.evaluation.runner import Decoder, RunSettings, model_facts
+from rlkv.evaluation.runner import Decoder, RunSettings
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
-from rlkv.models.loading import dtype_name, load_model, resolve_device, return_freed_memory
+from rlkv.models.loading import (
+    dtype_name,
+    load_model,
+    model_facts,
+    resolve_device,
+    return_freed_memory,
+)
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import Completion, end_tokens
 from rlkv.rollout.decoding import StopRule

@@ -24,7 +24,6 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.evaluation.metrics import Floats, error_mode, mean_with_interval, paired_difference
 from rlkv.evaluation.report import FULL_CACHE, ORACLE, RANDOM, Metrics
-from rlkv.evaluation.runner import digest_of
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation, compression_order, random_order
 from rlkv.gates.head_gates import HeadGates
@@ -32,6 +31,7 @@ from rlkv.models.layout import gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import share_held
 from rlkv.utils.files import read_json
+from rlkv.utils.runtime import digest_of
 
 Order = tuple[tuple[int, int], ...]
 RESERVED = (ORACLE, RANDOM, FULL_CACHE)

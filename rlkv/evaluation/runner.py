@@ -7,13 +7,10 @@ every n-th unit.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -22,9 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlkv import __version__
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.plan import COMPRESSIBLE
@@ -34,7 +30,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.utils.files import read_json
-from rlkv.utils.runtime import commit, digest, hardware_line
+from rlkv.utils.runtime import commit, digest_of, hardware_line, library_facts
 from rlkv.utils.store import Row, iter_shards, open_store, settings_path
 from rlkv.verifier.extraction import opening
 
@@ -42,9 +38,6 @@ from rlkv.verifier.extraction import opening
 UNGRADED = 64
 ROWS = "rows"  # shards of a job are rows-0-of-4.jsonl and so on
 KEY = ("key", "sample")
-# a resumed run must have the same versions
-LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
-SAMPLED = 1024  # elements of each parameter that its digest sees
 
 
 @dataclass(frozen=True)
@@ -292,44 +285,3 @@ def fingerprint(decoder: Decoder, problems: list[Problem], settings: RunSettings
         **decoder.facts,
         "libraries": library_facts(),
     }
-
-
-def digest_of(value: Any) -> str:
-    """Return a digest of ``value`` as JSON, whatever the order of its keys."""
-    return digest(json.dumps(value, sort_keys=True, default=str).encode())
-
-
-def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Return config, kind of device, number type, and a hash of the weights.
-
-    The hash is over up to 1,024 evenly spaced elements of each parameter: another training, merge
-    or quantization is seen, a change of single elements may not be.
-    """
-    config = model.config.to_dict()
-    for name in list(config):
-        if name.startswith("_") or name == "transformers_version":
-            del config[name]
-    weights = bytearray()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        count = min(SAMPLED, flat.numel())
-        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
-        sample = flat[places.to(flat.device)].cpu()
-        weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
-        weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
-    return {
-        "config": digest_of(config),
-        "weights": digest(bytes(weights)),
-        "dtype": str(model.dtype),
-        "device": model.device.type,
-    }
-
-
-@functools.cache
-def library_facts() -> dict[str, str]:
-    """Return the versions of this package and of the installed libraries that decode and grade."""
-    found = {"rlkv": __version__}
-    for name in LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -22,7 +22,7 @@ from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, provenance
+from rlkv.utils.runtime import digest, library_facts, provenance
 from rlkv.utils.store import check_output, open_store
 from rlkv.verifier import is_correct
 from rlkv.verifier.extraction import opening
@@ -320,6 +320,7 @@ class InferSession:
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
             "sparsity": sparsity,
             **engine.describe(),
+            "libraries": library_facts(),
         }
         sampling = replace(sampling, max_new_tokens=longest)
         return cls(config, engine, cache, sampling, template, problems, settings)

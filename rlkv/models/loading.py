@@ -16,6 +16,7 @@ import torch
 from rlkv.models.builtin import BUILT_IN, built_in_folder, connection_error
 from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
+from rlkv.utils.runtime import digest, digest_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # mallopt(3) of glibc
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
+SAMPLED = 1024  # elements of each parameter that its digest sees
 
 
 # --- device and dtype
@@ -262,6 +264,35 @@ def refuse_own_cache(model: Any, instead: str) -> None:
         raise ValueError(
             f"{model.config.model_type} keeps its past in a cache class of its own: {instead}"
         )
+
+
+# --- what texts of a model depend on
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Return config, kind of device, number type, and a hash of the weights.
+
+    The hash is over up to 1,024 evenly spaced elements of each parameter: another training, merge
+    or quantization is seen, a change of single elements may not be.
+    """
+    config = model.config.to_dict()
+    for name in list(config):
+        if name.startswith("_") or name == "transformers_version":
+            del config[name]
+    weights = bytearray()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        count = min(SAMPLED, flat.numel())
+        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].cpu()
+        weights += f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        weights += sample.contiguous().view(torch.uint8).numpy().tobytes()
+    return {
+        "config": digest_of(config),
+        "weights": digest(bytes(weights)),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+    }
 
 
 # --- memory of the CPU

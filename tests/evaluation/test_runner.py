@@ -21,8 +21,6 @@ from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.runner import (
     Problem,
     RunSettings,
-    library_facts,
-    model_facts,
     render_problems,
     run_method,
 )
@@ -30,7 +28,9 @@ from rlkv.evaluation.tasks.base import EvalProblem
 from rlkv.evaluation.tasks.registry import TASKS
 from rlkv.eviction import RKV
 from rlkv.gates.allocation import HeadAllocation
+from rlkv.models.loading import model_facts
 from rlkv.rollout.base import SamplingParams
+from rlkv.utils.runtime import library_facts
 from rlkv.utils.store import settings_path
 from tests.helpers.models import make_tiny_model
 
