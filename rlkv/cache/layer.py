@@ -403,9 +403,9 @@ def realloc_attention(
     parts = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(
-            f"layer {getattr(module, 'layer_idx', '')} attends to keys and values of another "
-            f"layer, which are in the cache already: {IMPLEMENTATION} needs a model in which every "
-            "layer has its own"
+            f"layer {getattr(module, 'layer_idx', '')} holds {key.layer.length} tokens where the "
+            f"call begins at {attention_mask.start}: start a new cache if an earlier call ended in "
+            f"an error; {IMPLEMENTATION} does not serve layers that share keys and values"
         )
     return key.layer.attend_and_store(query, key.states, value.states, parts, softmax), None
 

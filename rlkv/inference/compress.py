@@ -169,12 +169,9 @@ def refuse_packed(position_ids: Tensor | None, attention_mask: Any) -> None:
         )
 
 
-def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings) -> None:
+def check_generation(config: Any, mode: GenerationMode) -> None:
     """Raise ValueError for a generation that would bypass the cache or break it."""
     refuse_attentions(config.output_attentions)
-    in_chunks = config.prefill_chunk_size is not None
-    policy = settings.eviction
-    protects = settings.protect_prompt or (policy is not None and policy.protect_prompt)
     is_assisted = mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant
     cases = [
         (
@@ -197,14 +194,8 @@ def check_generation(config: Any, mode: GenerationMode, settings: CacheSettings)
             "assisted generation takes tokens back, which a compressed cache cannot: leave it out",
         ),
         (
-            in_chunks and settings.prefill != "local",
-            "prefill_chunk_size would compress the prompt between its chunks: leave it out, or use "
-            "prefill='local'",
-        ),
-        (
-            in_chunks and protects,
-            "prefill_chunk_size would protect the first chunk only: leave it out, or "
-            "protect_prompt=False",
+            config.prefill_chunk_size is not None,
+            "prefill_chunk_size would compress the prompt between its chunks: leave it out",
         ),
     ]
     for is_refused, sentence in cases:
@@ -472,7 +463,7 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        check_generation(generation_config, generation_mode, session.settings)
+        check_generation(generation_config, generation_mode)
         given = model_kwargs.get(name)
         session.cache = session.new_cache() if given is None else session.check(given)
         session.cache.state.limit = max_cache_length

@@ -86,6 +86,21 @@ def test_later_calls(model: PreTrainedModel, first: torch.Tensor | None) -> None
         cache.layers[0].offload()
 
 
+def test_a_call_after_one_that_ended_in_an_error(model: PreTrainedModel) -> None:
+    cache = HeadReallocationCache(MIXED)
+    model(IDS, past_key_values=cache)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS[:, :1], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="layer 1 holds 5 .* 6: start a new cache"):
+        model(IDS[:, :1], past_key_values=cache)
+
+
 def test_training_with_dropout() -> None:
     own = {"attn_implementation": IMPLEMENTATION, "attention_dropout": 0.5}
     model = make_tiny_model("llama", **own).train()
