@@ -97,7 +97,7 @@ def test_a_call_after_one_that_ended_in_an_error(model: PreTrainedModel) -> None
     with pytest.raises(KeyboardInterrupt):
         model(IDS[:, :1], past_key_values=cache)
     hook.remove()
-    with pytest.raises(ValueError, match="layer 1 holds 5 .* 6: start a new cache"):
+    with pytest.raises(ValueError, match=r"layer 1 holds 5 .* 6: start a new cache"):
         model(IDS[:, :1], past_key_values=cache)
 
 

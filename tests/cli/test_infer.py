@@ -23,7 +23,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.engine import Chat, InferenceEngine
 from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.builtin import TINY_FOLDER
-from rlkv.rollout.base import SamplingParams
+from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.tiny import problems
 from rlkv.utils.files import write_jsonl
 from rlkv.vllm.settings import ServingSettings
@@ -142,6 +142,25 @@ def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path)
     graded = r"accuracy \d\.\d{4} over 8 problems, 2 more have no answer"
     assert re.search(f"compressed  {graded}", err)
     assert re.search(f"full cache  {graded}", err)
+
+
+def test_a_box_in_thoughts_that_the_prompt_opened_is_no_answer(
+    ask: Ask, files: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = read_lines(tmp_path / "in.jsonl")
+    ends = ["", "</think> no", "</think> so \\boxed{{{answer}}}"]
+    texts = []
+    for row, end in zip(given, ends * 4, strict=False):
+        texts.append("\\boxed{{{answer}}}, or?".format(**row) + end.format(**row))
+
+    def batch(*_: Any, numbers: range, **others: Any) -> tuple[list[Completion], Usage]:
+        return [Completion([5], texts[number], "stop") for number in numbers], NO_USAGE
+
+    monkeypatch.setattr(InferSession, "render", lambda self, problem: f"{problem}<think>\n")
+    monkeypatch.setattr(InferenceEngine, "batch", batch)
+    ask(*files)
+    rows = read_lines(tmp_path / "out.jsonl")
+    assert [row["correct"] for row in rows] == [number % 3 == 2 for number in range(10)]
 
 
 def test_interrupted_runs_end_with_the_same_file(

@@ -81,6 +81,15 @@ def search(loss: Known, steps: int, passes: float, order: Sequence[Any] = HEADS)
     return found, gone
 
 
+def test_no_solution_is_measured_and_held_back() -> None:
+    texts = [MarkedText((1, number % 4), (1,)) for number in range(12)]  # each is there three times
+    for seed in range(5):
+        measured, others = draw_traces(texts, 2, seed)
+        assert len(measured) == 2
+        assert others
+        assert not {*measured} & {*others}
+
+
 def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     loss = Known(additive)
     order, steps = search(loss, 6, 100)
