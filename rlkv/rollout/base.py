@@ -123,18 +123,22 @@ def check_length(name: str, tokens: int, max_new_tokens: int, positions: int) ->
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the end tokens of the generation config, or else the tokenizer's.
+    """Return the end tokens of the generation config and the tokenizer's, as trl and vLLM do.
 
     ValueError if neither names one.
     """
-    eos = getattr(generation_config, "eos_token_id", None)
-    eos = tokenizer.eos_token_id if eos is None else eos
-    if eos is None:
+    found = []
+    for source in (generation_config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if isinstance(eos, int):
+            eos = [eos]
+        found += eos or []
+    if not found:
         raise ValueError(
             "neither the model's generation config nor its tokenizer names an end token "
             "(eos_token_id)"
         )
-    return [eos] if isinstance(eos, int) else list(eos)
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)

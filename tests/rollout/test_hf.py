@@ -112,8 +112,10 @@ def test_stops_at_the_first_of_several_end_tokens() -> None:
     model = make_tiny_model("llama", vocab_size=VOCAB)
     free = HFEngine(model, TOKENIZER).generate(PROMPTS, GREEDY)
     ends = [free[0].token_ids[5], free[1].token_ids[3], TOKENIZER.eos_token_id]
-    model.generation_config.eos_token_id = ends
-    stopped = HFEngine(model, TOKENIZER, batch_size=3).generate(PROMPTS, GREEDY)
+    model.generation_config.eos_token_id = ends[:2]
+    engine = HFEngine(model, TOKENIZER, batch_size=3)
+    assert engine.eos_ids == ends
+    stopped = engine.generate(PROMPTS, GREEDY)
     assert [completion.finish_reason for completion in stopped[:2]] == ["stop", "stop"]
     for before, after in zip(free, stopped, strict=True):
         kept = len(after.token_ids)
