@@ -127,7 +127,7 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
     ValueError if neither names one.
     """
-    found = []
+    found: list[int] = []
     for source in (generation_config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if isinstance(eos, int):
