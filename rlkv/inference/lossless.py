@@ -154,7 +154,9 @@ def _decode(
 ) -> LosslessOutput:
     """Run the rounds of one call of ``generate``."""
     _check(generation_config, streamer, len(input_ids), stopping_criteria, model_kwargs)
-    _check_rotation(model.config.get_text_config(), generation_config.max_length, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
+    _check_rotation(model.config.get_text_config(), shortest, generation_config.max_length)
     allocation = session.allocation
     settings = session.settings
     cache = LosslessCache(
@@ -230,7 +232,7 @@ def _check(
             raise ValueError(sentence)
 
 
-def _check_rotation(config: Any, limit: int, model_kwargs: dict[str, Any]) -> None:
+def _check_rotation(config: Any, shortest: int, limit: int) -> None:
     """Raise ValueError if rotary frequencies would follow from the longest text of a call.
 
     Rounds read other lengths at a time than ``generate`` does.
@@ -244,7 +246,7 @@ def _check_rotation(config: Any, limit: int, model_kwargs: dict[str, Any]) -> No
             first = 0
         elif kind == "longrope":  # another set of frequencies for all texts longer than that
             last = of["original_max_position_embeddings"]
-            first = int(model_kwargs["attention_mask"].sum(-1).min())
+            first = shortest
         else:
             continue
         if first <= last < limit - 1:  # the last token is never read

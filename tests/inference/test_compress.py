@@ -375,7 +375,7 @@ def test_a_call_has_one_cache_by_either_name(llama: PreTrainedModel) -> None:
         assert torch.equal(llama(ids, cache=cache).logits, expected)
         assert cache.get_seq_length() == ids.shape[1]
         with pytest.raises(ValueError, match="are two caches, and a call has one"):
-            llama(ids, past_key_values=session.new_cache(), cache=cache)
+            llama.model(ids, past_key_values=session.new_cache(), cache=cache)
 
 
 def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> None:
