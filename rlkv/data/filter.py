@@ -28,7 +28,7 @@ from rlkv.data.curriculum import (
 from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
 from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.builtin import SMOL, TINY
-from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device
+from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device, weights_digest
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import RolloutEngine, SamplingParams
 from rlkv.rollout.footprint import (
@@ -372,6 +372,7 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
         "problems": f"{len(problems)} with hash {digest(content.encode())}",
     }
     if config.outputs is None:
+        settings["weights"] = weights_digest(config.model)
         settings["engine"] = config.engine
         settings["template"] = config.template
         settings["max_length"] = config.max_length

@@ -21,7 +21,6 @@ from rlkv.cache.plan import COMPRESSIBLE
 from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
-from rlkv.models.loading import model_facts
 from rlkv.models.prompts import fill_template, render_prompt
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.rollout.decoding import StopRule
@@ -86,10 +85,11 @@ class InferenceEngine(HFEngine):
         self._planned: torch.Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return what completions depend on: the model, and what the compressible heads keep."""
+        """Return what completions depend on: dtype, device, what the compressible heads keep."""
         settings = self.settings
         own: dict[str, Any] = {
-            **model_facts(self.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
             "sink": settings.sink,
             "window": settings.window,
             "prefill": settings.prefill,

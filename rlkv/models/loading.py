@@ -26,6 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 SAMPLED = 1024  # elements of each parameter that its digest sees
+SAMPLED_BLOCKS = 256  # of each file
+BLOCK = 4096  # bytes
 
 
 # --- device and dtype
@@ -267,6 +269,27 @@ def refuse_own_cache(model: Any, instead: str) -> None:
 
 
 # --- what texts of a model depend on
+
+
+def weights_digest(model: str) -> str | None:
+    """Return a digest of the weight files in a model's folder; None for an id on the hub.
+
+    It is over their names, sizes and ``SAMPLED_BLOCKS`` evenly spaced pieces of each: another
+    training, merge or quantization is seen, a change of single elements may not be.
+    """
+    folder = Path(model_source(model))
+    if not folder.is_dir():
+        return None
+    content = bytearray()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        content += f"{path.name} {size}".encode()
+        last = max(0, size - BLOCK)
+        with path.open("rb") as file:
+            for number in range(SAMPLED_BLOCKS):
+                file.seek(last * number // (SAMPLED_BLOCKS - 1))
+                content += file.read(BLOCK)
+    return digest(bytes(content))
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:

@@ -120,7 +120,12 @@ class ServerError(Failure):
 
 
 class Connection:
-    """The server at ``url``, the ``number``-th of a run; ``failing``: at the last request."""
+    """The server at ``url``, the ``number``-th of a run.
+
+    Attributes:
+        failing: at the last request.
+        facts: what it said of its engine when the training began.
+    """
 
     def __init__(self, url: str, number: int) -> None:
         """ValueError unless ``url`` is ``http://host[:port]``."""
@@ -134,9 +139,16 @@ class Connection:
         self.host = parts.hostname
         self.port = parts.port or 80
         self.failing = False
+        self.facts: EngineFacts | None = None
 
     def sample(self, job: _Job, chunk: list[int]) -> list[Sample]:
-        """Return a sample for each row of the chunk, all of the job's gates."""
+        """Return a sample for each row of the chunk, all of the job's gates.
+
+        Raises:
+            Failure: as :meth:`exchange`, or for an answer that does not belong to the request.
+            ValueError: if the server refuses the request, or has been started anew with another
+                engine.
+        """
         if not chunk:  # only shows whether the server works again
             self.exchange("GET", "/health")
             return []
@@ -147,6 +159,7 @@ class Connection:
             "eos_ids": job.eos_ids,
         }
         answer = self.exchange("POST", "/sample", request)
+        self._check_facts(EngineFacts(**answer["facts"]))
         samples = [Sample(**{**made, "source": self.number}) for made in answer["samples"]]
         for sample in samples:
             if sample.version != job.version:
@@ -154,6 +167,22 @@ class Connection:
         if len(samples) != len(chunk):
             raise Failure(f"it answered {len(samples)} of {len(chunk)} rows")
         return samples
+
+    def _check_facts(self, now: EngineFacts) -> None:
+        """Raise ValueError if the server samples otherwise than when the training began."""
+        before = now if self.facts is None else self.facts
+        changed = []
+        for name in ("model", "sink", "window", "weights"):
+            old = getattr(before, name)
+            new = getattr(now, name)
+            if old != new:
+                changed.append(f"{name} was {old!r} and is now {new!r}")
+        if changed:
+            raise ValueError(
+                f"the rollout server at {self.url} has been started anew with another engine "
+                f"({', '.join(changed)}): start it as before, then repeat the training's command, "
+                "which resumes from its last checkpoint"
+            )
 
     def exchange(self, method: str, path: str, body: Any = None) -> Any:
         """Return the JSON of the answer, which may take as long as the server is alive.
@@ -331,6 +360,7 @@ class RolloutClient:
         """
         for server in self.servers:
             facts = self._facts(server)
+            server.facts = facts
             if (facts.sink, facts.window) != (sizes.sink, sizes.window):
                 raise ValueError(
                     f"the rollout server at {server.url} mixes with sink {facts.sink} and window "
@@ -519,7 +549,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for index, sample in samples:
                     made[index] = sample
                     self._check_client()
-        return {"samples": [asdict(made[index]) for index in sorted(made)]}
+        samples = [asdict(made[index]) for index in sorted(made)]
+        return {"samples": samples, "facts": asdict(self.server.facts)}
 
     def _check_client(self) -> None:
         """Raise ConnectionError if the client has closed the connection."""

@@ -23,6 +23,7 @@ from rlkv.attention.head_gate import gate_counts, gate_shares, gate_values, gate
 from rlkv.gates import publish as share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates, plot_histogram
+from rlkv.models.loading import weights_digest
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import RESUMABLE_KEYS, UNPUBLISHED_KEYS, RunSettings
 from rlkv.utils.files import (
@@ -556,7 +557,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, config: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
-        self.config = {"format": FORMAT, **config}
+        self.config = {"format": FORMAT, "weights": weights_digest(settings.model), **config}
         self.checkpoint = check_output_dir(path, self.config, settings.resume)
         self.wandb: WandbLog | None = None
         if settings.wandb != "disabled":
@@ -590,7 +591,7 @@ class RunFolder:
 
     def published(self) -> dict[str, Any]:
         """Return the settings that a gates file tells."""
-        hidden = UNPUBLISHED_KEYS | {"format"}
+        hidden = UNPUBLISHED_KEYS | {"format", "weights"}
         return {key: value for key, value in self.config.items() if key not in hidden}
 
     def gates(self, model: Any, mean_alpha: Tensor, method: str, steps: int) -> HeadGates:

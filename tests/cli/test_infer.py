@@ -331,9 +331,13 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("endless")
     for file in TINY_FOLDER.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    for name in ("config.json", "generation_config.json"):
+    numbers = {"eos_token_id": 0, "max_position_embeddings": 600}
+    for name, changed in (
+        ("config.json", numbers),
+        ("generation_config.json", numbers),
+        ("tokenizer_config.json", {"eos_token": "<pad>"}),
+    ):
         path = folder / name
-        changed = {"eos_token_id": 0, "max_position_embeddings": 600}
         path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -305,6 +306,17 @@ def test_a_cpu_is_not_sized_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
     config = FilterConfig(dtype="bfloat16", device="cpu", engine="hf").resolved()
     assert sized_and_announced(config, 1).batch_size == 16
+
+
+def test_a_job_is_not_continued_with_other_weights(model_folder: str, tmp_path: Path) -> None:
+    options = {"model": str(tmp_path / "model"), "input": "tiny", "output_dir": str(tmp_path / "o")}
+    config = FilterConfig(**options, num_problems=2, max_new_tokens=8, engine="hf", device="cpu")
+    shutil.copytree(model_folder, tmp_path / "model")
+    run_filter(config)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"rlkv")
+    with pytest.raises(ValueError, match="weights was"):
+        run_filter(config)
 
 
 class Recorded(RolloutEngine):

@@ -13,7 +13,13 @@ from transformers import PreTrainedConfig
 
 from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
-from rlkv.models.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
+from rlkv.models.loading import (
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+    weights_digest,
+)
 from rlkv.models.shape import PUBLISHED, ModelShape, max_positions, same_model, short_name
 from rlkv.rollout.footprint import Footprint
 from rlkv.tiny import MODEL_DIR
@@ -22,6 +28,25 @@ from tests.helpers.models import build_tokenizer, make_tiny_model
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
+WEIGHTS = "model.safetensors"
+
+
+# --- what results depend on
+
+
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+    weights = torch.zeros(5_000_000, dtype=torch.int8)
+    digests = set()
+    for places in ([], [0], [-1], list(range(0, len(weights), 10_000))):
+        folder = tmp_path / str(len(digests))
+        folder.mkdir()
+        save_file({"of": weights.index_fill(0, torch.tensor(places).long(), 1)}, folder / WEIGHTS)
+        digests.add(weights_digest(str(folder)))
+    assert len(digests) == 4
+    folder.rename(tmp_path / "moved")
+    assert weights_digest(str(tmp_path / "moved")) in digests
+    assert weights_digest("tiny") not in {*digests, None}
+    assert weights_digest("organisation/model") is None
 
 
 # --- shapes and names
