@@ -121,7 +121,10 @@ for _unit in word_set("euro gbp yen rupee % degree F C radian gallon acre mile/h
     _UNITS[_unit] = (_unit, Fraction(1))
 _LETTER_UNITS = {"s": "second", "h": "hour", "l": "litre", "L": "litre"}
 # parts of a value: the right answer's must be in the candidate
-_KEPT = {"am", "pm", "east", "west", "north", "south", "up", "down"}
+_KEPT = word_set(
+    "am pm east west north south up down january february march april may june july august "
+    "september october november december"
+)
 # a number with one of these words is another number, or none
 _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
@@ -280,12 +283,15 @@ _SET = re.compile(r"\\\{[^{}()]*,[^{}()]*\\\}")
 _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
+# (A) 5
+_OPTION = re.compile(
+    r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?"
+)
+
+
 def _unlabelled(text: str, other: str) -> str:
     """Read ``text`` as ``other`` asks: option or content of ``(A) 5``, the metres of ``5 m``."""
-    option = re.fullmatch(
-        r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?", text
-    )
-    if option:
+    if option := _OPTION.fullmatch(text):
         return option[1] or option[2] if re.fullmatch(r"\(?[A-J]\)?", other) else option[3] or text
     if not re.search("[A-Za-z]", re.sub(_WORD, "", other)):
         space = " ?" if "text" in other else " "
@@ -417,6 +423,9 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     given = normalize(candidate)
     if _CODE.fullmatch(right) and _CODE.fullmatch(given):
         return right.replace(" ", "") == given.replace(" ", "")
+    options = {match[1] or match[2] for match in map(_OPTION.fullmatch, (right, given)) if match}
+    if len(options) == 2:
+        return False
     gold = read(_unlabelled(right, given))
     found = read(_unlabelled(given, right))
     if gold.words or found.words:

@@ -51,6 +51,7 @@ class Comparison:
         import math_verify
         import sympy
         from latex2sympy2_extended import NormalizationConfig, latex2sympy
+        from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
         self.sympy: Any = sympy
         self.verify: Any = math_verify.verify
@@ -60,16 +61,18 @@ class Comparison:
         self.options = NormalizationConfig(
             basic_latex=False, units=False, malformed_operators=True, boxed="none"
         )
+        self.conversion = ConversionConfig(lowercase_symbols=False)  # R - r is not 0
         self.parsed = lru_cache(maxsize=64)(self._parse)
 
-    def _exact(self, found: Any) -> Any:
+    def _exact(self, found: Any, fold_case: bool = False) -> Any:
         sympy = self.sympy
         # latex2sympy's own kind of set keeps the order
         if isinstance(found, sympy.FiniteSet) and hasattr(found, "_unsorted_args"):
-            return type(found)(*map(self._exact, found._unsorted_args))
+            return type(found)(*(self._exact(of, fold_case) for of in found._unsorted_args))
         new = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
         for symbol in found.free_symbols:
-            new[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
+            name = symbol.name.lower() if fold_case else symbol.name
+            new[symbol] = sympy.I if name == "i" else sympy.Symbol(name, real=True)
         return found.xreplace(new) if new else found
 
     def _value(self, text: str) -> Any:
@@ -79,7 +82,12 @@ class Comparison:
         # the grammar reads it between terms, but not in a fraction
         if len(tail) == 1 and braces.count("{") > braces.count("}"):
             return self.sympy.FiniteSet(*(self._value(head + sign + tail[0]) for sign in "+-"))
-        found = self.latex2sympy(text, is_real=True, normalization_config=self.options)
+        found = self.latex2sympy(
+            text,
+            is_real=True,
+            normalization_config=self.options,
+            conversion_config=self.conversion,
+        )
         return self._exact(found)
 
     def _parse(self, text: str) -> Any:
@@ -119,9 +127,15 @@ class Comparison:
         return found.as_set()
 
     def equal(self, answer: str, candidate: str) -> bool:
-        """Return whether both texts mean the same."""
+        """Return whether both texts mean the same.
+
+        ``3R^2`` may be written as ``3r^2``, where neither text has both letters.
+        """
         try:
-            return self.same(self.parsed(answer), self.parsed(candidate))
+            sides = [self.parsed(answer), self.parsed(candidate)]
+            if not any(map(_has_both_cases, sides)):
+                sides = [self._exact(side, fold_case=True) for side in sides]
+            return self.same(*sides)
         except (Exception, MemoryError):
             return False
 
@@ -187,6 +201,11 @@ class Comparison:
         if not ratio.is_number or not ratio.is_finite:
             return False
         return bool(ratio.is_positive or (kinds[0] in ("==", "!=") and ratio != 0))
+
+
+def _has_both_cases(found: Any) -> bool:
+    names = {symbol.name for symbol in found.free_symbols}
+    return any(name != name.lower() and name.lower() in names for name in names)
 
 
 def main() -> None:
