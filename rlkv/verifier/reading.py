@@ -284,9 +284,7 @@ _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
 # (A) 5
-_OPTION = re.compile(
-    r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?"
-)
+_OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?")
 
 
 def _unlabelled(text: str, other: str) -> str:

@@ -28,7 +28,6 @@ from rlkv.vllm.settings import (
     resolve_settings,
 )
 
-PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")
 FP8_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # one scale for each tensor
 # formats of quantised weights in which whole heads are known to move
 _AWQ = ("awq", "awq_marlin", "auto_awq")
@@ -96,6 +95,8 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "context parallelism: leave out --decode-context-parallel-size and "
             "--prefill-context-parallel-size"
         )
+    if engine.model_config.architecture in engine.model_config.model_class_overrides:
+        yield "--model-class-overrides for this model, which takes rlkv's place: leave it out"
     if cache.sliding_window is not None:
         yield "sliding windows in all layers: no head has a full cache"
     if cache.kv_sharing_fast_prefill:
@@ -177,10 +178,11 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
 def _unsupported_cache(engine: Any, quantised: tuple[str, ...]) -> Iterator[str]:
     """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones."""
     found = engine.cache_config.cache_dtype
-    if found not in (*PLAIN_DTYPES, *quantised):
+    # the CPU kernels read another plain type than the model's as if it were that
+    if found not in ("auto", str(engine.model_config.dtype).removeprefix("torch."), *quantised):
         use = f"use one of {', '.join(quantised)}, or auto"
         if not quantised:
-            use = "leave it at auto, or use mode 'keep'"
+            use = "leave it at auto, or use mode 'keep' with fp8"
         yield f"--kv-cache-dtype {found}: {use}"
 
 
@@ -289,6 +291,20 @@ def prepare_engine(vllm_config: Any) -> float | None:
         vllm_config.additional_config = vllm_config.additional_config | resolved
     # with "full" another process has resolved them, or they are not a server's
     return None if "full" in request else settings.allocation.sparsity
+
+
+def refuse_beams(engine: Any) -> None:
+    """Raise ``ValueError`` if the engine would not serve beam search with a small cache.
+
+    It sends each step as a new prompt, in which compressible heads would see the whole text.
+    """
+    request = engine.vllm_config.additional_config.get(KEY)
+    if request and (request["prefill"] == "full" or request["protect_prompt"]):
+        raise ValueError(
+            "rlkv: beam search does not work with prefill 'full' or a protected prompt, because "
+            "the engine reads the text so far as a new prompt at every step: use prefill 'local' "
+            "without protect_prompt, or sample"
+        )
 
 
 def rounding(request: Mapping[str, Any], settings: ServingSettings, ranks: int) -> str | None:

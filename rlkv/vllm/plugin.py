@@ -48,9 +48,33 @@ def _prepare_every_config() -> None:
             from rlkv.vllm.specs import publish
 
             publish(sparsity)
+            _check_beams()
 
     prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = prepared
+
+
+def _check_beams() -> None:
+    """Have the engines of this process refuse beam search where rlkv does not serve it."""
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+
+    from rlkv.vllm.configuration import refuse_beams
+
+    for kind, name in (
+        (BeamSearchOfflineMixin, "llm_engine"),
+        (BeamSearchOnlineMixin, "engine_client"),
+    ):
+        stock: Any = kind.beam_search
+        if getattr(stock, "checked_by_rlkv", False):
+            continue
+
+        def checked(self: Any, *args: Any, stock: Any = stock, name: str = name, **kw: Any) -> Any:
+            refuse_beams(getattr(self, name))
+            return stock(self, *args, **kw)
+
+        checked.checked_by_rlkv = True  # type: ignore[attr-defined]
+        kind.beam_search = checked
 
 
 def installed_version() -> str | None:

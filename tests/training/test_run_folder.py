@@ -81,7 +81,7 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         ("run_config.json", "[]", "another command"),
         ("run_config.json", "[" * 99999, "is not JSON"),
         ("run_config.json", '{"data": 1, "loss": 2, "seed": 1}', "another command"),
-        ("run_config.json", '{"seed": 1, "weights": null}', "another version of rlkv.*--output-dir"),
+        ("run_config.json", '{"seed": 1, "weights": 0}', "another version of rlkv.*--output-dir"),
         ("run_config.json", f'{{"seed": 1, "format": {FORMAT + 1}}}', "another version"),
     ],
 )

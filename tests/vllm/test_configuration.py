@@ -22,7 +22,16 @@ from rlkv.vllm.settings import (
     ServingSettings,
     parse_settings,
 )
-from tests.helpers.engines import NGRAM, SINK, WINDOW, Served, engine, engine_config, make_served
+from tests.helpers.engines import (
+    NGRAM,
+    SINK,
+    WINDOW,
+    Served,
+    engine,
+    engine_config,
+    generate,
+    make_served,
+)
 
 REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
 RKV = {"name": "rkv", "budget": 64}
@@ -55,6 +64,8 @@ def fake_engine(**changes: Any) -> Any:
             is_hybrid=False,
             get_total_num_kv_heads=lambda: 4,
             model="llama",
+            model_class_overrides={},
+            dtype="torch.float32",
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         load_config=SimpleNamespace(load_format="auto"),
@@ -94,6 +105,12 @@ def fake_engine(**changes: Any) -> Any:
         ("cache_config__kv_sharing_fast_prefill", True, "kv-sharing-fast-prefill"),
         ("cache_config__kv_offloading_size", 4.0, "offloading"),
         (f"{TEXT}__dual_chunk_attention_config", {"chunk_size": 8}, "dual chunk attention"),
+        ("cache_config__cache_dtype", "bfloat16", "--kv-cache-dtype bfloat16: leave it at auto"),
+        (
+            "model_config__model_class_overrides",
+            {"LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"},
+            "--model-class-overrides",
+        ),
     ],
 )
 def test_each_refusal_names_its_cause(setting: str, value: Any, message: str) -> None:
@@ -119,6 +136,7 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
     for setting, value in (
         ("speculative_config", SimpleNamespace(method="ngram")),
         ("cache_config__cache_dtype", "fp8"),
+        ("cache_config__cache_dtype", "float32"),
         ("lora_config", object()),
         ("load_config__load_format", "sharded_state"),
     ):
@@ -246,7 +264,25 @@ def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
 
 
 FULL = ["1100", "1100", "1100", "1000"]  # 7 heads
+
+
 # in the place of the request's gates
+def test_beam_search_needs_prompts_that_are_read_locally(llama: Served) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    prompt = [{"prompt_token_ids": list(range(3, 40))}]
+    beams = BeamSearchParams(beam_width=1, max_tokens=30, ignore_eos=True)
+    for own, is_served in (({"protect_prompt": True}, False), ({}, True)):
+        with engine(llama, llama.request(0.6, **own)) as llm:
+            if not is_served:
+                with pytest.raises(ValueError, match="beam search does not work with prefill"):
+                    llm.beam_search(prompt, beams)
+                continue
+            (found,) = llm.beam_search(prompt, beams)
+            (greedy,) = generate(llm, [list(range(3, 40))], 30)
+            assert found.sequences[0].tokens[37:] == list(greedy.outputs[0].token_ids)
+
+
 SINKS = {"sink": SINK, "window": WINDOW, "gates": None, "sparsity": None}
 IN_FULL = {"prefill": "full"}
 

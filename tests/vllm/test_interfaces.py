@@ -73,6 +73,8 @@ CALLS = {
     "vllm.v1.request:Request.get_skip_reading_prefix_cache": "self",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": "",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "uniform_type_base_spec",
+    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search": "self",
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "request_id prompt params",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "self",
@@ -141,7 +143,7 @@ FIELDS = {
     "dtype page_size_bytes page_size_padded",
     "vllm.v1.kv_cache_interface:MambaSpec": "page_size_bytes page_size_padded",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
-    "vllm.config:ModelConfig": "is_hybrid",
+    "vllm.config:ModelConfig": "architecture dtype is_hybrid model_class_overrides",
     "vllm.v1.kv_cache_layout:KVCacheLayout": "BLHNC LBHNC",
     "vllm.sampling_params:SamplingParams": (
         "temperature top_p top_k seed max_tokens logprobs stop_token_ids ignore_eos detokenize "
