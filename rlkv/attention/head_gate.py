@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rlkv.attention import IMPLEMENTATION, Gate
 from rlkv.attention.mixed import GATE
 from rlkv.models.layout import Layout
-from rlkv.models.loading import refuse_latent_attention, try_forward
+from rlkv.models.loading import attention_of, refuse_latent_attention, try_forward
 from rlkv.models.shape import ModelShape
 from rlkv.utils.devices import leave_cudnn_out
 
@@ -287,7 +287,7 @@ class HeadGateModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: Any) -> None:
         if not hasattr(self, "_implementation_before"):
-            self._implementation_before = model.config._attn_implementation
+            self._implementation_before = attention_of(model)
             model.set_attn_implementation(IMPLEMENTATION)
         # transformers only warns when it cannot switch
         if model.config._attn_implementation != IMPLEMENTATION:

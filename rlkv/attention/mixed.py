@@ -28,6 +28,7 @@ from rlkv.attention.call import (
     refuse_variants,
 )
 from rlkv.attention.softmax import Softmax
+from rlkv.models.loading import attention_of
 from rlkv.utils.devices import leave_cudnn_out
 
 # without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
@@ -214,11 +215,13 @@ def fast_decoding(model: Any) -> Iterator[None]:
     if base.config._attn_implementation != "sdpa":
         yield
         return
+    before = attention_of(base)
     base.set_attn_implementation(PLAIN)
     try:
         yield
     finally:
-        base.set_attn_implementation("sdpa")
+        if base.config._attn_implementation == PLAIN:
+            base.set_attn_implementation(before)
 
 
 AttentionInterface.register(IMPLEMENTATION, mixed_attention)

@@ -26,6 +26,7 @@ from rlkv.attention.branches import dense_attention
 from rlkv.attention.call import MixedCall, Unread, mixed_mask, refuse_variants
 from rlkv.attention.mixed import each_head_once, plain_attention
 from rlkv.attention.softmax import Softmax
+from rlkv.models.loading import attention_of
 from rlkv.utils.devices import leave_cudnn_out
 
 # without "sdpa", "flash" or "flex_attention" in it: transformers looks for these
@@ -209,7 +210,7 @@ def drafting(model: Any) -> Iterator[None]:
         ValueError: if its attention cannot be exchanged.
     """
     leave_cudnn_out(model.device)
-    before = model.config._attn_implementation
+    before = attention_of(model)
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
     try:
         if model.base_model.config._attn_implementation != IMPLEMENTATION:

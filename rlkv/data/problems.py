@@ -97,7 +97,8 @@ def read_curriculum(
     for where, row in read_rows(str(path)):
         if not set(fields) <= row.keys():
             raise ValueError(f"{where} has no fields {' and '.join(fields)}")
-        rows.append(row)
+        found = parse_problem(row, where)
+        rows.append(row | {"problem": found.problem, "answer": found.answer})
     return rows
 
 

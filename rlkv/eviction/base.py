@@ -144,6 +144,7 @@ class EvictionPolicy(ABC):
     protect_prompt: bool = False
 
     name: ClassVar[str]
+    takes_planned: ClassVar[bool] = True  # budgets of planned lengths, see RowCounts.planned
     uses_queries: ClassVar[bool] = True  # False: no queries need to be kept between two calls
     accumulates: ClassVar[bool] = False  # True: scores of every call are added up, entry by entry
     draws: ClassVar[bool] = False  # True: ``scores`` also takes ``seen`` and ``layer``, for a hash

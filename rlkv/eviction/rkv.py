@@ -251,6 +251,10 @@ class RKV(EvictionPolicy):
             self.require(self.compacted == RKV.compacted, "compacted", what)
 
     @property
+    def takes_planned(self) -> bool:  # type: ignore[override]
+        return not self._of_tables
+
+    @property
     def _of_tables(self) -> bool:
         return self.variant == "rlkv_tables"
 

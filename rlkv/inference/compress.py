@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from rlkv.attention.mixed import PLAIN
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
 from rlkv.cache.layer import UNCHANGED
 from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
@@ -38,6 +39,7 @@ from rlkv.models.layout import (
     ranges,
 )
 from rlkv.models.loading import (
+    attention_of,
     cache_argument,
     refuse_latent_attention,
     refuse_own_cache,
@@ -238,7 +240,15 @@ class CompressedSession:
             limit: tokens at which generation ends.
             planned: int64 ``[B]``, a length of text for each row: the policy's ratio is of that
                 length, from the start.
+
+        Raises:
+            ValueError: for planned lengths and a policy that counts the tokens read.
         """
+        policy = self.settings.eviction
+        if planned is not None and policy is not None and not policy.takes_planned:
+            raise ValueError(
+                f"{policy.describe()} counts the tokens that were read: leave planned lengths out"
+            )
         cache = HeadReallocationCache(
             self.allocation.full,
             self.settings.sink,
@@ -431,7 +441,12 @@ def compress(
 def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     """Change the instance; ``undo`` restores it."""
     leave_cudnn_out(model.device)
-    undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+    if model.config._attn_implementation == PLAIN:
+        raise ValueError(
+            "a stream with the full cache has not ended on this model: read it to its end, or "
+            "close it, before compress(...)"
+        )
+    undo.callback(model.set_attn_implementation, attention_of(model))
     model.set_attn_implementation(IMPLEMENTATION)  # only warns if it cannot
     decoder = model.base_model
     if {model.config._attn_implementation, decoder.config._attn_implementation} != {IMPLEMENTATION}:
@@ -465,10 +480,11 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
     ) -> Any:
         check_generation(generation_config, generation_mode)
         given = model_kwargs.get(name)
-        session.cache = session.new_cache() if given is None else session.check(given)
-        session.cache.state.limit = max_cache_length
+        cache = session.new_cache() if given is None else session.check(given)
+        cache.state.limit = max_cache_length
+        session.cache = cache  # read by nobody here: another thread may exchange it
         if given is None:
-            model_kwargs[name] = session.cache
+            model_kwargs[name] = cache
             return None
         return original(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -260,6 +260,20 @@ def refuse_latent_attention(model: Any) -> None:
             )
 
 
+def attention_of(model: Any) -> dict[str, str | None]:
+    """Return the attention implementations of a model and its parts.
+
+    ``model.set_attn_implementation`` takes them back.
+    """
+    config = model.config
+    found = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            found[name] = part._attn_implementation
+    return found
+
+
 def refuse_own_cache(model: Any, instead: str) -> None:
     """Raise ValueError if a model keeps its past in a cache class of its own."""
     if not model._supports_default_dynamic_cache():

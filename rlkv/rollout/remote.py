@@ -549,8 +549,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for index, sample in samples:
                     made[index] = sample
                     self._check_client()
-        samples = [asdict(made[index]) for index in sorted(made)]
-        return {"samples": samples, "facts": asdict(self.server.facts)}
+        found = [asdict(made[index]) for index in sorted(made)]
+        return {"samples": found, "facts": asdict(self.server.facts)}
 
     def _check_client(self) -> None:
         """Raise ConnectionError if the client has closed the connection."""

@@ -287,6 +287,8 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("label_smoothing_factor", 0.0, _OBJECTIVE),
     ("neftune_noise_alpha", None, _OBJECTIVE),
     ("data_seed", None, "all draws follow the option seed"),
+    ("train_sampling_strategy", "random", "problems are drawn at random: see shuffle_dataset"),
+    ("trust_remote_code", False, "no code from a repository is run"),
     ("resume_from_checkpoint", None, "the same command resumes from its output_dir"),
     ("save_only_model ignore_data_skip", False, "a resumed run goes on as if never stopped"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),

@@ -33,6 +33,7 @@ from rlkv.training.run_folder import RunFolder, RunLog
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
+from rlkv.verifier import reference_answer
 
 DRAWN = 200  # problems of the built-in task; as many as configs/filter_tiny.yaml selects
 CURVES = (
@@ -166,9 +167,14 @@ def load_curriculum(
         )
     template = choose_template(settings.template, model=settings.model)
     found = []
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
+        if not reference_answer(row["answer"]):
+            raise ValueError(
+                f"{settings.curriculum}: row {number} has no answer, so that nothing would be "
+                "right: leave it out"
+            )
         prompt = build_messages(row["problem"], template)
-        found.append({"prompt": prompt, "answer": str(row["answer"])})
+        found.append({"prompt": prompt, "answer": row["answer"]})
     return rows, Dataset.from_list(found)
 
 

@@ -159,8 +159,8 @@ def policy_loss(
         num_samples: what the sum is divided by: the samples of the step over its micro-batches on
             all processes, where those of advantage 0 were left out.
         divisor_N: ``d_i``: the sample's own tokens for a mean over tokens, then over samples; the
-            mean of all samples of the step for a mean over all tokens of the step, however its
-            samples are split over micro-batches and processes.
+            mean of all samples of the rollout for a mean over all its tokens, however its samples
+            are split over micro-batches and processes.
         weight_NT: ``w`` of :func:`truncate` or :func:`mask_above`, without gradient; None: 1.
     """
     ratio = torch.exp(logprobs_NT - old_logprobs_NT)

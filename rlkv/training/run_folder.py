@@ -279,6 +279,13 @@ def _object(path: Path) -> dict[str, Any]:
     return content
 
 
+def cut_logs(folder: Path, steps: int) -> None:
+    """Drop the records beyond a checkpoint after ``steps`` steps."""
+    for path in [folder / name for name in LOGS]:
+        if path.exists():
+            write_jsonl(path, [of for of in read_log(path) if of["step"] <= steps])
+
+
 class RunLog(TrainerCallback):
     """Writes the logs, plots, sampled texts and alerts of a run, and sends them to W&B.
 
@@ -304,10 +311,7 @@ class RunLog(TrainerCallback):
         self.known: set[str] = set()  # titles of alerts that were told
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for path in [self.run.path / name for name in LOGS]:
-            if path.exists():
-                records = read_log(path)
-                write_jsonl(path, [of for of in records if of["step"] <= state.global_step])
+        cut_logs(self.run.path, state.global_step)
         self.records = _lines(self.run.path / LOG)
         self.known = {alert.title for alert in alerts(self.records)}
         if self.run.wandb is not None:

@@ -48,7 +48,13 @@ from rlkv.training.callbacks import (
 )
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
 from rlkv.training.objective import RECIPES, completion_logprobs
-from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.run_folder import (
+    PARTIAL,
+    cut_logs,
+    load_tensors,
+    new_checkpoint,
+    save_tensors,
+)
 from rlkv.training.sharding import (
     RowSampler,
     Shares,
@@ -661,6 +667,8 @@ class RLKVTrainer(GRPOTrainer):
             return
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
+        if self.accelerator.is_main_process:
+            cut_logs(self.output_dir, state.global_step)
 
     def _load_means(self, checkpoint: Path) -> None:
         state = load_tensors(checkpoint / GATE_MEAN)

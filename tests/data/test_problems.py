@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from rlkv import smol, tiny
-from rlkv.data.problems import Problem, load_problems
+from rlkv.data.problems import Problem, load_problems, read_curriculum
 
 ROWS = [
     {"problem": "1+1?", "answer": "2", "solution": r"\boxed{2}"},
@@ -59,6 +60,24 @@ def test_other_broken_sources(tmp_path: Path, name: str) -> None:
     (tmp_path / "p.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match=name):
         load_problems(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": True}, "line 2.*'answer' is a bool"),
+        ({"answer": ["7"]}, "line 2.*'answer' is a list"),
+        ({"problem": " "}, "line 2.*'problem' is empty"),
+    ],
+)
+def test_a_curriculum_has_text(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "c.jsonl"
+    right = {"problem": "p", "answer": 7}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (right, right | row)))
+    with pytest.raises(ValueError, match=message):
+        read_curriculum(path)
+    path.write_text(json.dumps(right))
+    assert read_curriculum(path) == [right | {"answer": "7"}]
 
 
 def test_no_network_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:

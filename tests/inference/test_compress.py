@@ -16,11 +16,12 @@ from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction import H2O, RKV, TOVA
 from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
+from rlkv.models.loading import attention_of
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.families import make_family
 from tests.helpers.gates import random_gates
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
 ALL_FULL = HeadAllocation(torch.ones_like(HEADS))
@@ -395,6 +396,35 @@ def test_caches_of_another_compression_are_refused(llama: PreTrainedModel) -> No
     with pytest.raises(RuntimeError, match="mine"), rlkv.compress(llama, MIXED):
         raise RuntimeError("mine")
     assert state_of(llama) == before
+
+
+def test_parts_of_a_model_keep_their_attention() -> None:
+    model = make_family("gemma3")
+    own = {"": "sdpa", "vision_config": "sdpa", "text_config": "eager"}
+    model.set_attn_implementation(own)
+    with rlkv.compress(model, eviction=TOVA(budget=8)):
+        assert attention_of(model)["text_config"] != "eager"
+    assert attention_of(model) == own
+
+
+def test_streams_that_end_across_a_compression(llama: PreTrainedModel) -> None:
+    llama.set_attn_implementation("sdpa")
+    engine = InferenceEngine(llama, build_tokenizer(), MIXED, CacheSettings(1, 2), batch_size=1)
+    stream = engine.stream(["a = 1", "b = 2"], SamplingParams(6), full=True)
+    next(stream)
+    with pytest.raises(ValueError, match="stream with the full cache"), rlkv.compress(llama, MIXED):
+        pass
+    stream.close()
+    assert attention_of(llama) == {"": "sdpa"}
+
+
+def test_planned_lengths_need_a_policy_that_counts_them(llama: PreTrainedModel) -> None:
+    own = RKV(ratio=0.3, buffer=6, observation=3, variant="rlkv_tables", compacted=30, kernel=3)
+    with (
+        rlkv.compress(llama, eviction=own) as session,
+        pytest.raises(ValueError, match=r"rlkv_tables.*counts the tokens that were read"),
+    ):
+        session.new_cache(planned=torch.tensor([45]))
 
 
 def test_a_model_in_training_is_refused() -> None:

@@ -111,6 +111,7 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--l1-beta -1", "--l1-beta must be at least 0"),
         ("--beta 0.1", "l1_beta"),
         ("--loss-type dapo", "loss_type"),
+        ("--train-sampling-strategy sequential", "train_sampling_strategy must be random"),
         ("--use-transformers-continuous-batching", "continuous_batching"),
         ("--use-vllm", "use_vllm"),
         ("--report-to wandb", "option wandb"),

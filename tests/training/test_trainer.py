@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -282,6 +283,15 @@ def test_a_continued_run_saves_as_often_as_it_is_asked_to(tmp_path: Path) -> Non
     random_run.run(tmp_path / "run", ["--max-steps", "3", "--save-total-limit", "9"])
     saved = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert saved == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_a_run_that_is_closed_at_an_earlier_checkpoint_has_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    random_run.run(folder, ["--max-steps", "3", "--save-steps", "2"])
+    shutil.rmtree(folder / "checkpoint-3")  # as if killed in step 3
+    gates = random_run.run(folder, ["--max-steps", "2"])
+    assert gates.training["steps"] == 2
+    assert [record["step"] for record in log_of(folder)] == [1, 2]
 
 
 def test_options_of_trl_are_compared_when_a_run_is_continued(tmp_path: Path) -> None:
