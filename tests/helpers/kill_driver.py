@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,7 @@ from rlkv.cli.jobs import run_eval
 from rlkv.data.filter import FilterConfig, run_filter
 from rlkv.evaluation.runner import render_problems
 from rlkv.evaluation.tasks.registry import TASKS, load_task
-from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.rollout.decoding import Row
+from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from tests.helpers import random_run
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -141,22 +141,29 @@ def run_and_kill(job: Job, root: Path, kills_wanted: int) -> None:
 # --- the jobs
 
 
-class BoxingEngine(HFEngine):
-    """A random model that now and then answers, so that all statuses of a filter occur."""
+def boxing_tokenizer() -> Any:
+    """Make a tokenizer that now and then reads an answer, so that all statuses of a filter occur.
 
-    def _completion(self, row: Row) -> Completion:
-        done = super()._completion(row)
-        digest = sum((i + 1) * token for i, token in enumerate(done.token_ids))
-        text = f"{done.text} \\boxed{{ {digest % 10} }}" if digest % 7 else done.text
-        return Completion(done.token_ids, text, done.finish_reason)
+    The models are random.
+    """
+    tokenizer = build_tokenizer()
+    decode = tokenizer.decode
+
+    def boxed(ids: list[int], **options: Any) -> str:
+        digest = sum((i + 1) * token for i, token in enumerate(ids))
+        text = decode(ids, **options)
+        return f"{text} \\boxed{{ {digest % 10} }}" if digest % 7 else text
+
+    tokenizer.decode = boxed
+    return tokenizer
 
 
 def filter_job(root: Path) -> Job:
-    tokenizer = build_tokenizer()
+    tokenizer = boxing_tokenizer()
     model = make_tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     # many ends, so that lengths vary
     model.generation_config.eos_token_id = list(range(0, len(tokenizer), 12))
-    engine = BoxingEngine(model, tokenizer, batch_size=4)
+    engine = HFEngine(model, tokenizer, batch_size=4)
     engine.generate(["find a ?"], SamplingParams(2))  # what generate imports on first use
     FilterConfig.load_engine = lambda config: engine  # type: ignore[method-assign]
 
