@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 SAMPLED = 1024  # elements of each parameter that its digest sees
-SAMPLED_BLOCKS = 256  # of each file
+SAMPLED_BLOCKS = 64  # of each file
 BLOCK = 4096  # bytes
 
 

@@ -298,7 +298,8 @@ def refuse_beams(engine: Any) -> None:
 
     It sends each step as a new prompt, in which compressible heads would see the whole text.
     """
-    request = engine.vllm_config.additional_config.get(KEY)
+    config = engine.vllm_config.additional_config
+    request = config.get(KEY) if isinstance(config, Mapping) else None
     if request and (request["prefill"] == "full" or request["protect_prompt"]):
         raise ValueError(
             "rlkv: beam search does not work with prefill 'full' or a protected prompt, because "
