@@ -372,7 +372,8 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
         "problems": f"{len(problems)} with hash {digest(content.encode())}",
     }
     if config.outputs is None:
-        settings["weights"] = weights_digest(config.model)
+        if weights := weights_digest(config.model):
+            settings["weights"] = weights
         settings["engine"] = config.engine
         settings["template"] = config.template
         settings["max_length"] = config.max_length

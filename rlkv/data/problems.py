@@ -97,7 +97,7 @@ def read_curriculum(
     for where, row in read_rows(str(path)):
         if not set(fields) <= row.keys():
             raise ValueError(f"{where} has no fields {' and '.join(fields)}")
-        found = parse_problem(row, where)
+        found = parse_problem({name: row[name] for name in ("problem", "answer")}, where)
         rows.append(row | {"problem": found.problem, "answer": found.answer})
     return rows
 

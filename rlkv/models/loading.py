@@ -261,7 +261,7 @@ def refuse_latent_attention(model: Any) -> None:
 
 
 def attention_of(model: Any) -> dict[str, str | None]:
-    """Return the attention implementations of a model and its parts.
+    """Return the attention implementations of a model and its parts, by their names.
 
     ``model.set_attn_implementation`` takes them back.
     """
@@ -270,7 +270,8 @@ def attention_of(model: Any) -> dict[str, str | None]:
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            found[name] = part._attn_implementation
+            # None where no module belongs to a part: it is refused when it is set
+            found[name] = part._attn_implementation or found[""]
     return found
 
 
@@ -286,16 +287,18 @@ def refuse_own_cache(model: Any, instead: str) -> None:
 
 
 def weights_digest(model: str) -> str | None:
-    """Return a digest of the weight files in a model's folder; None for an id on the hub.
+    """Return a digest of the weight files in a model's folder; None where there are none.
 
-    It is over their names, sizes and ``SAMPLED_BLOCKS`` evenly spaced pieces of each: another
-    training, merge or quantization is seen, a change of single elements may not be.
+    An id on the hub has no folder.  The digest is over names, sizes and ``SAMPLED_BLOCKS`` evenly
+    spaced pieces of each file: another training, merge or quantization is seen, a change of single
+    elements may not be.
     """
     folder = Path(model_source(model))
-    if not folder.is_dir():
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
         return None
     content = bytearray()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in files:
         size = path.stat().st_size
         content += f"{path.name} {size}".encode()
         last = max(0, size - BLOCK)

@@ -352,11 +352,15 @@ class RolloutClient:
             "which resumes from its last checkpoint"
         )
 
-    def check(self, sizes: LocalSizes, positions: int) -> None:
+    def check(self, sizes: LocalSizes, positions: int, weights: str | None = None) -> None:
         """Wait for the servers to start, and check that they sample as the training does.
 
+        Args:
+            weights: digest of the training's, None: not known.
+
         Raises:
-            ValueError: if one has another sink or window than the training, or too few positions.
+            ValueError: if one has another sink, window or other weights than the training, or too
+                few positions.
         """
         for server in self.servers:
             facts = self._facts(server)
@@ -366,6 +370,11 @@ class RolloutClient:
                     f"the rollout server at {server.url} mixes with sink {facts.sink} and window "
                     f"{facts.window}, the training with {sizes.sink} and {sizes.window}: start "
                     f"rollout/serve_vllm.py with --sink {sizes.sink} --window {sizes.window}"
+                )
+            if weights is not None and facts.weights not in (weights, None):
+                raise ValueError(
+                    f"the rollout server at {server.url} serves {facts.model} with other weights "
+                    "than the training's: start rollout/serve_vllm.py with the same model"
                 )
             if facts.max_positions < positions:
                 raise ValueError(
@@ -383,7 +392,8 @@ class RolloutClient:
                 return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
             except KeyError as error:
                 raise ValueError(
-                    f"{server.url} is not a rollout server: its /health has no {error}"
+                    f"{server.url} is no rollout server of this version of rlkv: its /health has "
+                    f"no {error}"
                 ) from None
             except Failure as failure:
                 if time.monotonic() > deadline:

@@ -585,9 +585,15 @@ class RunFolder:
         """Raise ValueError unless this process sees the settings that the main one has noted."""
         noted = self.path / RUN_CONFIG
         for _ in range(SHARED_SECONDS):
-            if noted.exists() and read_json(noted) == self.config:
+            found = read_json(noted) if noted.exists() else {}
+            if found == self.config:
                 return
             time.sleep(1)
+        if found | {"weights": self.config["weights"]} == self.config:
+            raise ValueError(
+                f"{self.settings.model} has other weight files on this machine than on the main "
+                "process's: copy them"
+            )
         raise ValueError(
             f"{self.path} is not the main process's folder: with several machines --output-dir "
             "must be on a disk that all of them share"

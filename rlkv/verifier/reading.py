@@ -283,6 +283,7 @@ _SET = re.compile(r"\\\{[^{}()]*,[^{}()]*\\\}")
 _SET_BUILDER = re.compile(rf"\\\{{\s*{_LETTER}[^:|]*(?::|\||\\mid)(.*)\\\}}")
 
 
+_LABEL = re.compile(r"\(([A-J])\) |([A-J])[).] ")  # A: may be a point
 # (A) 5
 _OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])[).:](?: |$)) *((?!\\text\{(?:and|or)\})[\w\\$.-].*)?")
 
@@ -421,7 +422,7 @@ def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     given = normalize(candidate)
     if _CODE.fullmatch(right) and _CODE.fullmatch(given):
         return right.replace(" ", "") == given.replace(" ", "")
-    options = {match[1] or match[2] for match in map(_OPTION.fullmatch, (right, given)) if match}
+    options = {match[1] or match[2] for match in map(_LABEL.match, (right, given)) if match}
     if len(options) == 2:
         return False
     gold = read(_unlabelled(right, given))

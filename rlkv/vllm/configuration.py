@@ -300,7 +300,7 @@ def refuse_beams(engine: Any) -> None:
     """
     config = engine.vllm_config.additional_config
     request = config.get(KEY) if isinstance(config, Mapping) else None
-    if request and (request["prefill"] == "full" or request["protect_prompt"]):
+    if request and (request.get("prefill") == "full" or request.get("protect_prompt")):
         raise ValueError(
             "rlkv: beam search does not work with prefill 'full' or a protected prompt, because "
             "the engine reads the text so far as a new prompt at every step: use prefill 'local' "

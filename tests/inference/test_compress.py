@@ -405,6 +405,10 @@ def test_parts_of_a_model_keep_their_attention() -> None:
     with rlkv.compress(model, eviction=TOVA(budget=8)):
         assert attention_of(model)["text_config"] != "eager"
     assert attention_of(model) == own
+    other = make_family("dbrx")  # parts without a module
+    with rlkv.compress(other, eviction=TOVA(budget=8)):
+        pass
+    assert set(attention_of(other).values()) == {"sdpa"}
 
 
 def test_streams_that_end_across_a_compression(llama: PreTrainedModel) -> None:

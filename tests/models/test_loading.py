@@ -47,6 +47,11 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     assert weights_digest(str(tmp_path / "moved")) in digests
     assert weights_digest("tiny") not in {*digests, None}
     assert weights_digest("organisation/model") is None
+    assert weights_digest(str(tmp_path)) is None
+    before = weights_digest(str(tmp_path / "moved"))
+    for name in ("gates.safetensors", "training_args.bin"):
+        (tmp_path / "moved" / name).write_bytes(b"no weights of the model")
+    assert weights_digest(str(tmp_path / "moved")) == before
 
 
 # --- shapes and names

@@ -156,6 +156,9 @@ def test_a_server_that_comes_back_with_another_engine_is_refused(name: str, valu
         client = client_of(server)
         client.check(LocalSizes(2, 6), positions=64)
         assert tokens(client) == ALL
+        server.facts = replace(FACTS, weights="6e")
+        with pytest.raises(ValueError, match="other weights than the training's"):
+            client_of(server).check(LocalSizes(2, 6), positions=64, weights="5f")
         server.facts = replace(FACTS, max_positions=65)
         assert tokens(client) == ALL
         server.facts = replace(FACTS, **{name: value})

@@ -208,7 +208,7 @@ def test_a_resumed_log_drops_later_records_and_tells_a_collapse_once(
     monkeypatch.setattr(run_folder, "gate_counts", lambda model: [2])
     run = folder_of(tmp_path)
     log = RunLog(run, make_gates=lambda: pytest.fail("no plot is due"))
-    log.on_train_begin(None, None, None)
+    log.on_train_begin(None, SimpleNamespace(global_step=0), None)
     for step, reward in enumerate([0.8] * 6 + [0.1] * 8, start=1):
         logs = record(step, reward__mean=reward)
         log.on_log(None, SimpleNamespace(global_step=step), None, logs=logs)

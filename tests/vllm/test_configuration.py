@@ -136,7 +136,6 @@ def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
     for setting, value in (
         ("speculative_config", SimpleNamespace(method="ngram")),
         ("cache_config__cache_dtype", "fp8"),
-        ("cache_config__cache_dtype", "float32"),
         ("lora_config", object()),
         ("load_config__load_format", "sharded_state"),
     ):
@@ -266,8 +265,8 @@ def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
 FULL = ["1100", "1100", "1100", "1000"]  # 7 heads
 
 
-# in the place of the request's gates
 def test_beam_search_needs_prompts_that_are_read_locally(llama: Served) -> None:
+    pytest.importorskip("vllm")
     from vllm.sampling_params import BeamSearchParams
 
     prompt = [{"prompt_token_ids": list(range(3, 40))}]
@@ -283,6 +282,7 @@ def test_beam_search_needs_prompts_that_are_read_locally(llama: Served) -> None:
             assert found.sequences[0].tokens[37:] == list(greedy.outputs[0].token_ids)
 
 
+# in the place of the request's gates
 SINKS = {"sink": SINK, "window": WINDOW, "gates": None, "sparsity": None}
 IN_FULL = {"prefill": "full"}
 
