@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from rlkv.vllm.configuration import OF_ANOTHER_MODEL, check_engine, prepare_engine, rounding
+from rlkv.vllm.configuration import (
+    OF_ANOTHER_MODEL,
+    check_engine,
+    prepare_engine,
+    refuse_beams,
+    rounding,
+)
 from rlkv.vllm.settings import (
     DRAFTING,
     KEEPING,
@@ -264,25 +270,18 @@ def test_the_engine_notes_in_the_environment_that_graphs_are_breakable(
 FULL = ["1100", "1100", "1100", "1000"]  # 7 heads
 
 
-@pytest.mark.parametrize(
-    ("own", "sentence"),
-    [
-        ({"protect_prompt": True}, "rlkv: beam search does not work with prefill 'full'"),
-        ({}, "Tokenizer not available"),  # the engine's own: these engines have none
-    ],
-)
-def test_beam_search_needs_prompts_that_are_read_locally(
-    llama: Served, own: dict[str, Any], sentence: str
-) -> None:
+def test_beam_search_needs_prompts_that_are_read_locally(llama: Served) -> None:
     pytest.importorskip("vllm")
     from vllm.sampling_params import BeamSearchParams
 
-    beams = BeamSearchParams(beam_width=1, max_tokens=30)
     with (
-        engine(llama, llama.request(0.6, **own)) as llm,
-        pytest.raises(ValueError, match=sentence),
+        engine(llama, llama.request(0.6, protect_prompt=True)) as llm,
+        pytest.raises(ValueError, match="rlkv: beam search does not work with prefill 'full'"),
     ):
-        llm.beam_search([{"prompt_token_ids": [3, 4, 5]}], beams)
+        llm.beam_search([{"prompt_token_ids": [3, 4, 5]}], BeamSearchParams(1, 30))
+    for request in (None, {"prefill": "local", "protect_prompt": False}, {"prefill": "local"}):
+        config = SimpleNamespace(additional_config={"rlkv": request})
+        refuse_beams(SimpleNamespace(vllm_config=config))
 
 
 # in the place of the request's gates
