@@ -72,7 +72,7 @@ class ServingConfig(LlamaSizes):
     query_heads: int = 8
     vocabulary: int = 2048
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and KV."""
+    """Number type of weights and KV."""
     requests: int = 48
     """Requests, all at once."""
     prompt_tokens: int = 48
