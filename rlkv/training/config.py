@@ -403,9 +403,14 @@ class GateTrainingArguments(GRPOConfig):
             )
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
-            self.gradient_accumulation_steps = passes(
-                self.prompts_per_step, self.num_generations or 1, at_once
-            )
+            needed = passes(self.prompts_per_step, self.num_generations or 1, at_once)
+            if self.gradient_accumulation_steps not in (1, needed):
+                raise ValueError(
+                    f"gradient_accumulation_steps={self.gradient_accumulation_steps} and "
+                    f"prompts_per_step={self.prompts_per_step}, which takes {needed} passes, "
+                    "exclude each other: give one of them"
+                )
+            self.gradient_accumulation_steps = needed
         check_choices(self)
         recipe = RECIPES[self.recipe]
         if self.epsilon is None:

@@ -292,7 +292,7 @@ def eliminate(
             before += cost.pop(head)
             full_LH[head] = False
             gone.append(head)
-            record = {"layer": head[0], "head": head[1], "loss": before}
+            record = {"layer": head[0], "head": head[1], "loss": before, "measured": head in fresh}
             record |= {"passes": loss.passes, "cpu_seconds": loss.cpu_seconds}
             on_step(record, full_LH)
         bar.update(bar.done, total=bar.done)
@@ -383,6 +383,8 @@ def best(losses: dict[str, Tensor]) -> str:
 class RemovalLog:
     """Writes ``log.jsonl``: a record per removed head, with what it took since the one before.
 
+    ``measured`` is false where the budget left no forward for the step: the loss is then the one
+    before and what the head cost when it was last measured.
     ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.  The first record's time
     has the ``seconds`` of the distillation before.  W&B gets the records too.
 

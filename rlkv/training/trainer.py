@@ -651,6 +651,9 @@ class RLKVTrainer(GRPOTrainer):
             state = load_tensors(self._rollout_state(folder))
             self._of_rollout = state["values"]
             self._buffered_inputs = [self._prepare_input(batch) for batch in state["inputs"]]
+            for batch in self._buffered_inputs:
+                # there may be fewer rollout servers now than when these rows were sampled
+                batch["source"].clamp_(max=len(self.settings.servers) - 1)
 
     def run(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one; what has ended is loaded alone."""

@@ -341,7 +341,7 @@ def _adapt(vllm_config: Any, settings: ServingSettings, rounded: str | None) -> 
             )
     if cache.enable_prefix_caching and (settings.whole_prompts or settings.eviction):
         cache.enable_prefix_caching = False
-        read = "cached answers were not read in full"
+        read = "a cached prefix may hold an earlier answer, which was not read in full"
         why = "eviction keeps no prefixes" if settings.eviction else read
         logger.warning("rlkv: %s, so prefix caching is switched off", why)
     if cache.enable_prefix_caching and settings.mode == KEEP and settings.protect_prompt:

@@ -154,6 +154,10 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--resume-from-checkpoint c", "resume_from_checkpoint must be None.*output_dir"),
         ("--save-only-model", "save_only_model must be False"),
         (
+            "--prompts-per-step 3 --gradient-accumulation-steps 5",
+            "gradient_accumulation_steps=5 and prompts_per_step=3, which takes",
+        ),
+        (
             "--prompts-per-step 3 --per-device-train-batch-size 8 --steps-per-generation 3",
             "steps_per_generation=3 splits prompts_per_step=3",
         ),

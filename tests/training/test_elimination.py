@@ -98,6 +98,7 @@ def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     losses = WORTH.flatten().sort().values.cumsum(0).tolist()
     assert [step["loss"] for step in steps] == pytest.approx(losses)
     assert steps[-1]["passes"] == loss.passes
+    assert all(step["measured"] for step in steps)
 
 
 def test_a_cost_that_has_grown_is_seen_within_the_budget() -> None:
@@ -105,8 +106,10 @@ def test_a_cost_that_has_grown_is_seen_within_the_budget() -> None:
     assert search(Known(either), 3, 100)[0][3:] == [(1, 2), (1, 0), (0, 0)]
     # without a second measurement the first one decides: (0, 0) costs 0.05 alone, later 20.05
     loss = Known(lambda full: either(full) - 0.95 * float(not full[0, 0]))
-    assert search(loss, 5, 7)[0][:2] == [(0, 1), (0, 0)]
+    order, steps = search(loss, 5, 7)
+    assert order[:2] == [(0, 1), (0, 0)]
     assert loss.passes == 7
+    assert not any(step["measured"] for step in steps)
     loss = Known(either)
     search(loss, 5, 10)
     assert loss.passes <= 10

@@ -361,10 +361,12 @@ def test_tokens_above_the_cap_are_left_out_of_a_run(
 class OneServerOff(GatedHFEngine):
     """Every fourth row is the second server's, whose weights are others."""
 
+    shift = 0.9
+
     def sample(self, rows: Rows, *args: Any) -> Iterator[Any]:
         for index, sample in super().sample(rows, *args):
             if rows.numbers[index] % 4 == 3:
-                logprobs = [value - 0.9 for value in sample.logprobs]
+                logprobs = [value - self.shift for value in sample.logprobs]
                 sample = replace(sample, logprobs=logprobs, source=1)
             yield index, sample
 
@@ -378,3 +380,16 @@ def test_a_server_with_other_weights_is_named(
     named = r"by 0\.90 on average: the rollout engine at http://bad:2 must serve"
     with pytest.raises(ValueError, match=named):
         random_run.run(tmp_path / "run", servers)
+
+
+def test_rows_of_a_server_that_is_gone_are_trained_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint lies between the two steps that use one rollout."""
+    engine = engine_run.make_engine(OneServerOff)
+    engine.shift = 0.0
+    monkeypatch.setattr("rlkv.training.grpo.open_engine", lambda *_: nullcontext(engine))
+    options = ["--rollout", "vllm-server", "--num-iterations", "2", "--rollout-servers"]
+    random_run.run(tmp_path / "run", [*options, "http://a:1,http://b:2", "--max-steps", "1"])
+    found = random_run.run(tmp_path / "run", [*options, "http://a:1", "--max-steps", "2"])
+    assert found.training["steps"] == 2
