@@ -32,7 +32,7 @@ from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import gated_places
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
+from rlkv.training.run_folder import FinderLog, RunFolder
 from rlkv.training.solutions import (
     READ_BY_ALL,
     check_masks,
@@ -83,12 +83,8 @@ def score_heads(
     with hard_masks(model, settings.sink, settings.window) as gated:
         run.write_config()
         warn_of_unread(settings, args, READ)
-        for log in (LOG, GATES_LOG):
-            (run.path / log).unlink(missing_ok=True)
-        if run.wandb is not None:
-            run.wandb.start(args.run_name)
-        records: list[dict[str, Any]] = []
         heads = gate_counts(gated)
+        log = FinderLog(run, args.run_name, heads)
         has_gate = gated_places(heads, len(heads), max(heads))
         ordered = sorted(traces, key=lambda trace: len(trace.ids))
         sum_LH = torch.zeros(1)
@@ -104,16 +100,12 @@ def score_heads(
                 record = gate_shares(score_LH[has_gate])
                 record["time/step_s"] = time.perf_counter() - wall
                 record["time/step_cpu_s"] = time.process_time() - cpu
-                records.append({"step": len(records) + 1, **record})
-                append_record(run.path / LOG, len(records), record)
-                append_gates(run.path, len(records), score_LH.tolist(), heads)
-                if run.wandb is not None:
-                    run.wandb.log(records, score_LH[has_gate], {}, [])
+                log.append(record, score_LH)
         set_gates(gated, score_LH)
-        gates = run.gates(gated, score_LH, "attention_mass", len(records))
+        gates = run.gates(gated, score_LH, "attention_mass", len(log.records))
     gates.training |= {
-        "seconds": round(sum(record["time/step_s"] for record in records), 3),
-        "cpu_seconds": round(sum(record["time/step_cpu_s"] for record in records), 3),
+        "seconds": round(sum(record["time/step_s"] for record in log.records), 3),
+        "cpu_seconds": round(sum(record["time/step_cpu_s"] for record in log.records), 3),
     }
     run.export(gates, CURVES)
     return gates

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from rlkv.training.config import (
     option_names,
 )
 from rlkv.training.distillation import distill_traces
-from rlkv.training.run_folder import GATES_LOG, LOG, RunFolder, append_gates, append_record
+from rlkv.training.run_folder import LOG, FinderLog, RunFolder
 from rlkv.training.solutions import (
     KEPT,
     KEY,
@@ -57,7 +57,7 @@ from rlkv.utils.store import open_store
 Head = tuple[int, int]  # layer, KV head
 # called with each head that was made compressible (layer and head, the loss then, passes and
 # cpu_seconds so far) and the heads that are left
-OnStep = Callable[[dict[str, Any], Tensor], None]
+OnStep = Callable[[Mapping[str, Any], Tensor], None]
 MEASURED = "measured.jsonl"
 DISTILLED = "distilled"  # the folder of the distillation, in that of the run
 SOLUTIONS = 6  # of a step of the distillation
@@ -380,46 +380,31 @@ def best(losses: dict[str, Tensor]) -> str:
 # --- the log of a run
 
 
-class RemovalLog:
-    """Writes ``log.jsonl``: a record per removed head, with what it took since the one before.
+class RemovalLog(FinderLog):
+    """Writes a record per removed head, with what it took since the one before.
 
     ``measured`` is false where the budget left no forward for the step: the loss is then the one
-    before and what the head cost when it was last measured.
-    ``gates.jsonl`` has 1 for the heads that are left and 0 for the others.  The first record's time
-    has the ``seconds`` of the distillation before.  W&B gets the records too.
-
-    heads: how many gates each layer has.
+    before and what the head cost when it was last measured.  ``gates.jsonl`` has 1 for the heads
+    that are left and 0 for the others.  The first record's time has the ``seconds`` of the
+    distillation before.
     """
 
     def __init__(
         self, run: RunFolder, name: str | None, seconds: float, heads: Sequence[int]
     ) -> None:
-        self.folder = run.path
-        self.heads = heads
-        self.wandb = run.wandb
-        self.steps = 0
+        super().__init__(run, name, heads)
         self._cpu_seconds = -seconds
-        if self.wandb:
-            self.wandb.start(name)
-        for log in (LOG, GATES_LOG):
-            (self.folder / log).unlink(missing_ok=True)
 
-    def append(self, step: dict[str, Any], full_LH: Tensor) -> None:
-        """Log a head that went."""
-        self.steps += 1
-        seconds = step["cpu_seconds"] - self._cpu_seconds
-        self._cpu_seconds = step["cpu_seconds"]
-        record = {**step, "traces/kept": math.exp(-step["loss"]), "time/step_cpu_s": seconds}
-        append_record(self.folder / LOG, self.steps, record)
-        alpha = torch.ones(len(self.heads), max(self.heads))
-        alpha[: len(full_LH)] = full_LH.float()
-        append_gates(self.folder, self.steps, alpha.tolist(), self.heads)
-        if self.wandb:
-            has_gate = gated_places(self.heads, *alpha.shape)
-            self.wandb.log([{"step": self.steps, **record}], alpha[has_gate], {}, [])
+    def append(self, record: Mapping[str, Any], alpha_LH: Tensor) -> None:
+        """Log a head that went; ``alpha_LH`` may end at the last layer with gates."""
+        seconds = record["cpu_seconds"] - self._cpu_seconds
+        self._cpu_seconds = record["cpu_seconds"]
+        found = {"traces/kept": math.exp(-record["loss"]), "time/step_cpu_s": seconds}
+        left_LH = torch.ones(len(self.heads), max(self.heads))
+        left_LH[: len(alpha_LH)] = alpha_LH.float()
+        super().append({**record, **found}, left_LH)
 
     def add_seconds(self, seconds: float) -> None:
         """Add to the time of the last record what came after it."""
-        records = read_log(self.folder / LOG)
-        records[-1]["time/step_cpu_s"] += seconds
-        write_jsonl(self.folder / LOG, records)
+        self.records[-1]["time/step_cpu_s"] += seconds
+        write_jsonl(self.run.path / LOG, self.records)

@@ -23,6 +23,7 @@ from rlkv.attention.head_gate import gate_counts, gate_shares, gate_values, gate
 from rlkv.gates import publish as share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates, plot_histogram
+from rlkv.models.layout import gated_places
 from rlkv.models.loading import weights_digest
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import RESUMABLE_KEYS, UNPUBLISHED_KEYS, RunSettings
@@ -218,6 +219,32 @@ def append_gates(folder: Path, step: int, alpha: list[list[float]], heads: Seque
     if min(heads) < len(alpha[0]):
         record["heads"] = list(heads)
     append_record(folder / GATES_LOG, step, record)
+
+
+class FinderLog:
+    """Writes ``log.jsonl`` and ``gates.jsonl`` of a finder that has no trainer, from their start.
+
+    heads: how many gates each layer has.
+    """
+
+    def __init__(self, run: RunFolder, name: str | None, heads: Sequence[int]) -> None:
+        self.run = run
+        self.heads = heads
+        self.records: list[dict[str, Any]] = []
+        for log in (LOG, GATES_LOG):
+            (run.path / log).unlink(missing_ok=True)
+        if run.wandb is not None:
+            run.wandb.start(name)
+
+    def append(self, record: Mapping[str, Any], alpha_LH: Tensor) -> None:
+        """Log a step, to W&B too."""
+        step = len(self.records) + 1
+        self.records.append({"step": step, **record})
+        append_record(self.run.path / LOG, step, record)
+        append_gates(self.run.path, step, alpha_LH.tolist(), self.heads)
+        if self.run.wandb is not None:
+            has_gate = gated_places(self.heads, *alpha_LH.shape)
+            self.run.wandb.log(self.records, alpha_LH[has_gate], {}, [])
 
 
 @dataclass(frozen=True)

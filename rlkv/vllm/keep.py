@@ -54,11 +54,7 @@ class KeepCPUBuilder(CPUAttentionMetadataBuilder):
         context = self.vllm_config.compilation_config.static_forward_context
         impl = context[self.layer_names[0]].impl
         settings: ServingSettings = impl.settings
-        assert settings.sink is not None
-        assert settings.window is not None
-        demand = SinkWindowDemand(
-            self.block_size, settings.sink, settings.window, bool(settings.protect_prompt)
-        )
+        demand = SinkWindowDemand.of(settings, self.block_size)
         longest = self.vllm_config.model_config.max_model_len
         self.rules = GapRules(demand, longest, settings.whole_prompts, aligned=True)
         self.only_drafts = settings.drafts

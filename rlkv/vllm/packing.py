@@ -53,6 +53,19 @@ class SinkWindowDemand(BlockDemand):
     protect_prompt: bool = False
     keep_prompt_window: bool = False
 
+    @classmethod
+    def of(cls, settings: ServingSettings, block_size: int) -> SinkWindowDemand:
+        """Return that of resolved settings without a policy."""
+        assert settings.sink is not None
+        assert settings.window is not None
+        return cls(
+            block_size,
+            settings.sink,
+            settings.window,
+            bool(settings.protect_prompt),
+            bool(settings.keep_prompt_window),
+        )
+
     def prefix(self, prompt: int) -> int:
         """Return the first tokens that are kept of a request with a prompt of so many tokens."""
         return max(self.sink, prompt) if self.protect_prompt else self.sink
@@ -312,15 +325,7 @@ def plan_heads(
     """
     policy = settings.policy()
     if policy is None:
-        assert settings.sink is not None
-        assert settings.window is not None
-        demand: BlockDemand = SinkWindowDemand(
-            block_size,
-            settings.sink,
-            settings.window,
-            bool(settings.protect_prompt),
-            bool(settings.keep_prompt_window),
-        )
+        demand: BlockDemand = SinkWindowDemand.of(settings, block_size)
     else:
         demand = BufferDemand.of(policy, block_size, group_size)
     full_LH = settings.full_LH
