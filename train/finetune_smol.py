@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rlkv.cli.app import parse, run_app
+from rlkv.inference.options import check_least
 from rlkv.models.builtin import SMOLLM2
 from rlkv.models.loading import load_model, resolve_device
 from rlkv.models.prompts import build_messages, render_prompt
@@ -69,6 +70,10 @@ class FinetuneConfig:
     """problems of each closing measurement"""
     device: str = "auto"
     """auto, cpu or cuda"""
+
+    def check(self) -> None:
+        """Raise ValueError for impossible options."""
+        check_least(self, 1, "steps", "batch_size", "rank", "save_steps", "held_out")
 
 
 def training_rows(config: FinetuneConfig) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ in far recall; large models do have local heads.
 Seeded; resumes from checkpoint.pt in the work folder after a kill.  Accuracy on problems that it
 never drew:
 
-    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --seed 1000003 \
-        --output-dir results/my_tiny
+    rlkv-eval --model my_tiny --tasks tiny --methods full --limit 1000 --output-dir results/my_tiny
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlkv.cli.app import parse, run_app
+from rlkv.inference.options import check_least
 from rlkv.models.loading import resolve_device
 from rlkv.models.prompts import RLKV_INSTRUCTION, render_prompt
 from rlkv.tiny import (
@@ -57,11 +57,12 @@ from rlkv.tiny import (
     draw_problem,
 )
 from rlkv.training.run_folder import load_tensors, save_tensors
-from rlkv.utils.files import append_line, read_log, write_json, write_jsonl
+from rlkv.utils.files import append_line, read_json, read_log, write_json, write_jsonl
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import hardware_line
 from rlkv.utils.store import hold_folder
 
+SUMMARY = "pretraining.json"  # in the model's folder
 MUON_LR = 5e-3
 ADAMW_LR = 3e-3
 MAX_GRAD_NORM = 1.0
@@ -118,6 +119,20 @@ class PretrainConfig:
         """The options that the weights depend on."""
         names = ("steps", "specialise_steps", "tokens_per_step", "seed")
         return {name: getattr(self, name) for name in names}
+
+    def check(self) -> None:
+        """Raise ValueError for impossible options, and for a folder that holds another model."""
+        check_least(self, 1, "steps", "tokens_per_step", "checkpoint_every")
+        check_least(self, 0, "specialise_steps")
+        if not (self.output_dir / "config.json").exists():
+            return
+        summary = self.output_dir / SUMMARY
+        noted = read_json(summary)["config"] if summary.exists() else {}
+        if any(noted.get(name) != value for name, value in self.recipe.items()):
+            raise ValueError(
+                f"{self.output_dir} holds a model that these options do not make: take another "
+                "--output-dir"
+            )
 
     @property
     def total_steps(self) -> int:
@@ -336,12 +351,6 @@ def pretrain(
 
 def main() -> None:
     config = parse(PretrainConfig, __doc__)
-    summary_file = config.output_dir / "pretraining.json"
-    if (config.output_dir / "config.json").exists() and not summary_file.exists():
-        raise ValueError(
-            f"{config.output_dir} holds a model that this program did not make: take another "
-            "--output-dir"
-        )
     hold_folder(config.work_dir)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, config.seed)
@@ -371,7 +380,7 @@ def main() -> None:
         "seconds_of_last_run": round(time.monotonic() - started),
         "hardware": hardware_line(),
     }
-    write_json(summary_file, summary)
+    write_json(config.output_dir / SUMMARY, summary)
     print(json.dumps(summary, indent=2))
 
 

@@ -257,7 +257,10 @@ def step_rows(contenders: list[Contender], dtype: torch.dtype) -> list[dict[str,
     stock = compared[0]
     named = {contender.name: contender for contender in compared}
     base = named["sparsity 0"]
-    base_note = disagreement(base, stock, allowed)
+    # the first of the library's own caches that fits
+    others = [contender for contender in compared if not contender.name.startswith("sparsity")]
+    reference = next((contender for contender in others if contender.fits), stock)
+    base_note = disagreement(base, reference, allowed)
     found = []
     for contender in compared:
         row = {**contender.facts, "note": ""}
@@ -275,7 +278,7 @@ def step_rows(contenders: list[Contender], dtype: torch.dtype) -> list[dict[str,
         elif is_ours:
             row["note"] = base_note
         else:
-            row["note"] = disagreement(contender, stock, allowed)
+            row["note"] = disagreement(contender, reference, allowed)
         milliseconds = contender.milliseconds()
         quartiles = [milliseconds] * 3
         if len(contender.times) > 1:
@@ -303,7 +306,10 @@ def step_rows(contenders: list[Contender], dtype: torch.dtype) -> list[dict[str,
 
 
 def disagreement(contender: Contender, reference: Contender, allowed: float) -> str:
-    """Return what is wrong with the outputs; empty if nothing is."""
+    """Return what is wrong with the outputs; empty if they were compared and nothing is."""
+    for each in (contender, reference):
+        if not each.fits:
+            return f"not compared: {each.name} ran out of memory"
     error = contender.error(reference)
     if error <= allowed:
         return ""

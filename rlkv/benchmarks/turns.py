@@ -30,6 +30,15 @@ QUICK: dict[str, Any] = {"batches": (1, 2), "contexts": (256, 1024), "new_tokens
 QUICK |= {"rounds": 2, "seconds": 0.5}
 QUICK |= {"layers": 4, "hidden": 256, "intermediate": 682, "vocabulary": 512}
 
+# options that a measurement does not read; "": of a model's steps
+_OF_TEXTS = ("methods", "memory_gib", "prompt_tokens", "new_tokens")
+UNREAD: dict[str, tuple[str, ...]] = {
+    "": _OF_TEXTS,
+    "layer": (*_OF_TEXTS, "layers", "hidden", "intermediate", "vocabulary"),
+    "eviction": (*_OF_TEXTS, "sparsities", "seconds"),
+    "texts": ("contexts", "sparsities", "seconds", "max_steps"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes:
@@ -92,7 +101,7 @@ class DecodeConfig(LlamaSizes):
     texts: bool = False
     """Whole texts: memory, latency, throughput, largest batch."""
     quick: bool = False
-    """Small model, short contexts."""
+    """Small model, short contexts, in the place of all sizes that are at their defaults."""
     batches: tuple[int, ...] = (1, 8)
     """Rows that decode together."""
     contexts: tuple[int, ...] = (1024, 4096, 16384)
@@ -130,10 +139,14 @@ class DecodeConfig(LlamaSizes):
     """Where the results go: .json, .md and .png."""
 
     @property
+    def kind(self) -> str:
+        """What is measured: layer, eviction, texts, or an empty string for steps of a model."""
+        return next((kind for kind in UNREAD if kind and getattr(self, kind)), "")
+
+    @property
     def name(self) -> str:
         """Name of the result files."""
-        chosen = [name for name in ("layer", "eviction", "texts") if getattr(self, name)]
-        return "_".join(["decode", *chosen])
+        return f"decode_{self.kind}" if self.kind else "decode"
 
     def check(self) -> None:
         """Raise ValueError for impossible settings."""
@@ -150,9 +163,10 @@ class DecodeConfig(LlamaSizes):
         if 0.0 not in self.sparsities:
             raise ValueError("--sparsities must include 0: the others are compared with it")
         parse_methods(self.methods, [])
-        for name in ("methods", "memory_gib", "prompt_tokens", "new_tokens"):
-            if not self.texts and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(f"--{name.replace('_', '-')} is of whole texts: add --texts")
+        for name in UNREAD[self.kind]:
+            if getattr(self, name) != getattr(type(self), name):
+                what = f"--{self.kind}" if self.kind else "steps of a model"
+                raise ValueError(f"--{name.replace('_', '-')} is not read for {what}: leave it out")
 
     def sized(self) -> DecodeConfig:
         """Return the options with small sizes for those not given, if ``quick`` asks for it."""
@@ -258,7 +272,7 @@ class Contender:
         return 1000 * median(self.times)
 
     def error(self, reference: Contender) -> float:
-        """Return the largest relative error of the compared outputs; 0 where one did not fit."""
+        """Return the largest relative error of the compared outputs."""
         pairs = zip(self.outputs, reference.outputs, strict=False)
         return max((relative_error(own, wanted) for own, wanted in pairs), default=0.0)
 

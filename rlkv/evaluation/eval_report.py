@@ -293,7 +293,7 @@ def write_report(folder: Path, done: Evaluation) -> None:
 
 
 def _begun(folder: Path, done: Evaluation) -> str:
-    """Say which rows another commit, batch size or machine began, if not all are of the same."""
+    """Say which rows another commit, batch size or machine made, if not all are of the same."""
     groups: dict[str, dict[str, None]] = {}  # names in their order
     for task, method in done.rows:
         for recorded in recorded_of_rows(folder / task.replace(":", "_") / method):
@@ -304,7 +304,10 @@ def _begun(folder: Path, done: Evaluation) -> str:
     if len(groups) < 2:
         return ""
     described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())
-    return f"Not all rows were begun alike, so that seconds may not compare. {described}."
+    return (
+        "Not all rows were made alike, so that seconds may not compare, nor in bfloat16 the texts "
+        f"token by token. {described}."
+    )
 
 
 def evaluation_page(

@@ -137,9 +137,10 @@ def paired_difference(
     :func:`unseen_interval` for differences from -1 to 1: equal runs on 20 problems give [-0.16,
     +0.16], on 200 [-0.019, +0.019].
 
-    The p value is that of a sign-flip permutation test on the differences (Fisher 1935): all flips
-    if there are at most :data:`RESAMPLES` of them, else so many random ones, the observed one
-    counted.
+    The p value is that of a sign-flip permutation test on the differences (Fisher 1935).  It is
+    exact where all changes are as large, as those of scores 0 and 1 are (:func:`sign_test`), and
+    where there are at most :data:`RESAMPLES` flips; else so many random ones are drawn, the
+    observed one counted.
 
     Raises:
         ValueError: if the runs differ in their number of problems, or have none.
@@ -151,7 +152,9 @@ def paired_difference(
         low, high = unseen_interval(found.mean, found.n, least=-1.0)
     changes = differences[differences != 0]  # flips of the others change nothing
     p_value = 1.0  # of one change: both of its signs are as far from 0
-    if changes.size > 1:
+    if changes.size and np.ptp(np.abs(changes)) == 0:
+        p_value = float(binomtest(int((changes > 0).sum()), changes.size).pvalue)
+    elif changes.size > 1:
         test = permutation_test(
             (changes,),
             np.sum,

@@ -29,9 +29,8 @@ from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
 from rlkv.rollout.base import Completion, SamplingParams
-from rlkv.utils.files import read_json
 from rlkv.utils.runtime import commit, digest_of, hardware_line, library_facts
-from rlkv.utils.store import Row, iter_shards, open_store, settings_path
+from rlkv.utils.store import Row, iter_shards, open_store, recorded_of
 from rlkv.verifier.extraction import opening
 
 # rows that may wait for their verdict before decoding does: what a kill can cost besides open rows
@@ -212,10 +211,12 @@ def run_method(
 
 
 def recorded_of_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what each shard in ``folder`` recorded when it was begun: commit, batch size..."""
-    shards = sorted(folder.glob(f"{ROWS}-*-of-*.jsonl"))
-    begun = [shard for shard in shards if shard.stat().st_size]
-    return [read_json(settings_path(shard))["recorded"] for shard in begun]
+    """Return what is recorded of the rows in ``folder``: commit, batch size, hardware."""
+    found = []
+    for shard in sorted(folder.glob(f"{ROWS}-*-of-*.jsonl")):
+        if shard.stat().st_size:
+            found += recorded_of(shard)
+    return found
 
 
 def run_in_background(jobs: Iterable[Callable[[], None]], most_open: int) -> None:

@@ -2,10 +2,11 @@
 
 Resuming: repeat the command, and it goes on where it stopped.  ``NAME.settings.json`` next to the
 rows says what they depend on, and is compared, and what they come from (such as the commit), which
-is only recorded.  It is written before the first row: a file that holds something without it is
-somebody else's, and nothing is changed there.  Other settings are refused, and named.  One process
-writes at a time, and the next start cuts off the line that a kill has torn.  A row is appended
-whole or not at all, and is known by its key: what is there is not computed again.
+is only recorded, of every process that added rows.  It is written before the first row: a file
+that holds something without it is somebody else's, and nothing is changed there.  Other settings
+are refused, and named.  One process writes at a time, and the next start cuts off the line that a
+kill has torn.  A row is appended whole or not at all, and is known by its key: what is there is not
+computed again.
 
 Folders follow the same rules: that of a run is locked (:func:`hold_folder`), and results replace
 only those of the same command (:func:`check_results`).
@@ -50,11 +51,20 @@ class ResultStore:
     Attributes:
         rows: what the file holds; left empty if it was opened with ``keep_rows=False``.
         done: the keys of all rows, one value or a tuple each.
+        origin: what is to be recorded of this process before its first row; None: nothing more.
     """
 
-    def __init__(self, path: Path, key: Sequence[str], keep_rows: bool, descriptor: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        key: Sequence[str],
+        keep_rows: bool,
+        descriptor: int,
+        origin: dict[str, Any] | None = None,
+    ) -> None:
         self.path = path
         self.key = tuple(key)
+        self.origin = origin
         self.rows: list[Row] = []
         self.done: set[Hashable] = set()
         self._keep_rows = keep_rows
@@ -72,9 +82,19 @@ class ResultStore:
         keys = [key_of(row, self.key) for row in rows]
         if len(set(keys)) < len(keys) or self.done & set(keys):
             raise ValueError(f"{self.path} has a row for {', '.join(map(str, keys))} already")
+        if self.origin is not None:
+            self._record(self.origin)
+            self.origin = None
         append_whole(self._descriptor, b"".join(map(_line, rows)), self.path)
         for row in rows:
             self._add(row)
+
+    def _record(self, origin: dict[str, Any]) -> None:
+        """Note that rows of another machine or commit follow, if none of it are there."""
+        if origin not in recorded_of(self.path):
+            noted = read_json(settings_path(self.path))
+            noted["continued"] = [*noted.get("continued", []), origin]
+            write_json(settings_path(self.path), noted)
 
     def _add(self, row: Row) -> None:
         self.done.add(key_of(row, self.key))
@@ -90,6 +110,12 @@ def key_of(row: Row, key: Sequence[str]) -> Hashable:
 def settings_path(path: Path) -> Path:
     """Return where the settings of the rows in ``path`` are kept."""
     return path.with_name(path.name + ".settings.json")
+
+
+def recorded_of(path: Path) -> list[dict[str, Any]]:
+    """Return what is recorded of the processes that wrote the rows in ``path``, each once."""
+    noted = read_json(settings_path(path))
+    return [noted["recorded"], *noted.get("continued", [])]
 
 
 @contextmanager
@@ -108,7 +134,8 @@ def open_store(
     Args:
         settings: what the rows depend on, JSON-able.
         key: fields that make a row unique.
-        recorded: written next to the settings by the first run, never compared.
+        recorded: written next to the settings, never compared; of a later process, if it differs,
+            when that adds its first row.
         keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
 
     Raises:
@@ -125,7 +152,8 @@ def open_store(
         holds_rows = os.fstat(descriptor).st_size > 0
         if holds_rows:
             check_settings(path, settings)
-        store = ResultStore(path, key, keep_rows, descriptor)
+        origin = recorded if holds_rows else None
+        store = ResultStore(path, key, keep_rows, descriptor, origin)
         if holds_rows:
             _cut_torn_line(path, descriptor)
         else:
@@ -250,7 +278,7 @@ def _is_noted(path: Path) -> bool:
         content = read_json(path)
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and content.keys() == {"settings", "recorded"}
+    return isinstance(content, dict) and content.keys() - {"continued"} == {"settings", "recorded"}
 
 
 def _line(row: Row) -> bytes:

@@ -66,6 +66,23 @@ def test_steps_hold_the_bytes_of_their_heads() -> None:
         assert (row["expected_ms"] is not None) is name.startswith("sparsity")
 
 
+def test_what_was_not_compared_has_no_ratio() -> None:
+    contenders = Steps(TOY, TOY.build_model(), 2, 128).contenders()
+    take_turns(contenders, TOY, TOY.max_steps, TOY.seconds)
+    stock, static, base = contenders[:3]
+    stock.fits = False
+    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    assert rows["StaticCache"]["note"] == rows["sparsity 0.5"]["note"] == ""
+    static.fits = False
+    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    assert rows["sparsity 0.5"]["note"] == "not compared: DynamicCache ran out of memory"
+    assert rows["sparsity 0.5"]["speedup_over_sparsity_0"] is None
+    static.fits = True
+    base.outputs = [output + 1 for output in base.outputs]
+    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    assert "relative difference to StaticCache" in rows["sparsity 0.5"]["note"]
+
+
 class Graph:
     """Has room for two steps, which are those of the model."""
 
@@ -241,7 +258,9 @@ def test_the_largest_batch_fills_the_memory() -> None:
         ({"methods": ("rlkv@0.5",)}, "method 'rlkv@0.5'"),
         ({"query_heads": 5}, "--query-heads 5 must be a multiple of --kv-heads 2"),
         ({"layer": True}, "one at a time"),
-        ({"texts": False}, "--prompt-tokens is of whole texts: add --texts"),
+        ({"texts": False}, "--prompt-tokens is not read for steps of a model"),
+        ({"contexts": (99,)}, "--contexts is not read for --texts"),
+        ({"texts": False, "eviction": True, "prompt_tokens": 128, "new_tokens": 512}, "--seconds"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
@@ -261,16 +280,16 @@ run = partial(exit_code, bench_main, "rlkv-bench", "decode")
 @pytest.mark.parametrize(
     ("options", "name", "rows"),
     [
-        ("", "decode", 4),
-        ("--layer", "decode_layer", 3),
-        ("--eviction --max-steps 1", "decode_eviction", len(EVICTED)),
+        ("--contexts 128 --sparsities 0 0.5", "decode", 4),
+        ("--contexts 128 --sparsities 0 0.5 --layer", "decode_layer", 3),
+        ("--contexts 128 --eviction --max-steps 1", "decode_eviction", len(EVICTED)),
         ("--texts --new-tokens 4 --methods full tova@16", "decode_texts", 2),
     ],
 )
 def test_the_command_writes_json_table_and_plot(
     options: str, name: str, rows: int, tmp_path: Path
 ) -> None:
-    small = "--quick --contexts 128 --batches 1 --rounds 1 --sparsities 0 0.5 --device cpu"
+    small = "--quick --batches 1 --rounds 1 --device cpu"
     assert run(*small.split(), *options.split(), "--output-dir", tmp_path) == 0
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert {"results", "versions", "hardware", "config", "parameters", "dtype"} <= found.keys()

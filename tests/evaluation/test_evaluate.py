@@ -120,14 +120,21 @@ def test_samples_and_early_stops_are_reported(tmp_path: Path) -> None:
     assert found["stopped_for_repetition"] == ended > 0
 
 
-def test_rows_that_were_not_begun_alike_are_named(tmp_path: Path) -> None:
+def test_rows_that_were_not_made_alike_are_named(tmp_path: Path) -> None:
     options = ["--limit", "2"]
     run(tmp_path, *options, "--methods", "full", "--batch-size", "1")
-    assert "begun" not in (tmp_path / "report.md").read_text()
-    run(tmp_path, *options, "--methods", "full", "random-heads@0.5", "--batch-size", "2")
+    assert "made alike" not in (tmp_path / "report.md").read_text()
+    methods = ["--methods", "full", "random-heads@0.5"]
+    run(tmp_path, *options, *methods, "--batch-size", "2")
     page = (tmp_path / "report.md").read_text()
-    assert "seconds may not compare. 1 texts at once" in page
+    assert "seconds may not compare, nor in bfloat16 the texts token by token. 1 texts at" in page
     assert ": tiny full; 2 texts at once" in page
+    # a file that is continued otherwise is named with both
+    file = rows_file(tmp_path)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:1]))
+    run(tmp_path, *options, *methods, "--batch-size", "2")
+    page = (tmp_path / "report.md").read_text()
+    assert re.search(r"1 texts at once[^;]*: tiny full; 2 texts[^;]*: tiny full, tiny rand", page)
 
 
 def test_where_programs_run_is_said_or_refused(

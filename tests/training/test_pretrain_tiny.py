@@ -34,6 +34,14 @@ def run(
     return model.state_dict()
 
 
+def test_the_packaged_model_is_not_replaced_by_another() -> None:
+    PROGRAM.PretrainConfig().check()
+    with pytest.raises(ValueError, match="holds a model that these options do not make"):
+        SHORT.check()
+    with pytest.raises(ValueError, match="--checkpoint-every must be at least 1"):
+        PROGRAM.PretrainConfig(checkpoint_every=0).check()
+
+
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_checkpoints_and_stops_do_not_change_the_weights(tmp_path: Path, stop_after: int) -> None:
     whole = run(tmp_path / "undisturbed.pt", checkpoint_every=100)

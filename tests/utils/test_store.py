@@ -22,6 +22,7 @@ from rlkv.utils.store import (
     hold_folder,
     iter_rows,
     open_store,
+    recorded_of,
     settings_path,
 )
 
@@ -63,7 +64,12 @@ def test_rows_come_back_and_more_are_added(path: Path) -> None:
             with pytest.raises(ValueError, match="already"):
                 store.append(*again)
     assert read(path) == on_disk
-    assert json.loads(settings_path(path).read_text())["recorded"] == {"commit": "abc"}
+    assert recorded_of(path) == [{"commit": "abc"}, {"commit": "later"}]
+    for commit in ("later", "abc", "never"):  # the last one adds no row
+        with open_store(path, SETTINGS, KEY, {"commit": commit}) as store:
+            if commit != "never":
+                store.append(row(commit))
+    assert recorded_of(path) == [{"commit": "abc"}, {"commit": "later"}]
     path = path.with_name("other.jsonl")
     with open_store(path, {"other": 1}, ("key",), keep_rows=False) as store:
         store.append(row("b"))

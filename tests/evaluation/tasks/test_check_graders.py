@@ -96,6 +96,12 @@ def test_files_of_solutions_and_pairs(
             run(monkeypatch, tmp_path / "none", *options)
 
 
+def test_nothing_to_check_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nothing was checked"):
+        run(monkeypatch, tmp_path / "out", "--data", str(tmp_path), "--no-code")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tasks_and_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chains = math_task("chains", HubData("nobody/chains"), text=("statement",), max_new_tokens=440)
     monkeypatch.setattr(registry, "TASKS", {**registry.TASKS, "chains": chains})
