@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse, run_app
 from rlkv.inference.options import ModelOptions, check_least
-from rlkv.models.loading import weights_digest
+from rlkv.models.loading import files_digest
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import DEFAULT_PORT, EngineFacts, GatedEngine
 from rlkv.rollout.footprint import fitting_kv_gib
@@ -94,9 +94,9 @@ def load_engine(config: ServeConfig) -> tuple[GatedEngine, EngineFacts]:
             positions = min(positions, config.max_positions)
         vocabulary = model.config.get_text_config().vocab_size
     layers, heads = engine.gates().shape
-    weights = weights_digest(config.model)
+    files = files_digest(config.model)
     facts = EngineFacts(
-        config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary, weights
+        config.model, sizes.sink, sizes.window, positions, layers, heads, vocabulary, files
     )
     return engine, facts
 

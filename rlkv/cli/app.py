@@ -42,6 +42,7 @@ import yaml
 from rlkv.utils.runtime import check_switches
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
+TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 T = TypeVar("T")
 OTHERS = "others"  # the group of options that --help does not show
 
@@ -80,9 +81,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return inherited | values
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that is given twice, of which YAML's own would take the last value."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"{name} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--config {path} is not readable as YAML: {reason}") from None
@@ -133,7 +145,9 @@ def parse(
     """
     names = _names(kind)
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name in names}
-    given = _read_arguments(hints, arguments)
+    marked = get_type_hints(kind, include_extras=True).values()
+    takes_words = any(tyro.conf.Positional in getattr(hint, "__metadata__", ()) for hint in marked)
+    given = _read_arguments(hints, arguments, takes_words)
     parsed = _run_tyro(kind, given, description or kind.__doc__ or "", prog, hints)
     # not in __post_init__: tyro would put the sentence into a box of its own
     check = getattr(parsed, "check", None)
@@ -235,8 +249,13 @@ def _field(option: str) -> str:
     return option.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
 
 
-def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -> list[str]:
-    """Return the arguments with those of ``--config`` and ``--preset`` before them, all checked."""
+def _read_arguments(
+    hints: Mapping[str, Any], arguments: Sequence[str] | None, takes_words: bool = False
+) -> list[str]:
+    """Return the arguments with those of ``--config`` and ``--preset`` before them, all checked.
+
+    takes_words: whether there are arguments without a name.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     values: dict[str, Any] = {}
     config = _take("config", given)
@@ -250,7 +269,7 @@ def _read_arguments(hints: Mapping[str, Any], arguments: Sequence[str] | None) -
             values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
             given = ["--preset", preset, *given]
     overridden = {_field(argument) for argument in given}
-    return _checked([*_as_arguments(values, overridden), *given], hints)
+    return _checked([*_as_arguments(values, overridden), *given], hints, takes_words)
 
 
 def _take(name: str, given: list[str]) -> str | None:
@@ -284,14 +303,15 @@ def _as_arguments(values: Mapping[str, Any], overridden: Collection[str]) -> lis
             continue
         if isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, dict):
-            arguments += [f"--{option}", json.dumps(value)]
+        elif isinstance(value, list):
+            arguments += [f"--{option}", *map(str, value)]
         else:
-            arguments += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            arguments.append(f"--{option}={text}")
     return arguments
 
 
-def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
+def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) -> list[str]:
     """Return the arguments as tyro reads them, after refusing what it would refuse in a box.
 
     Of an option that is given twice the last value counts, but a list would lose values.
@@ -301,9 +321,11 @@ def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--help":
+        if argument in ("-h", "--help") or (takes_words and not argument.startswith("--")):
             found.append(argument)
             continue
+        if not argument.startswith("--"):
+            raise ValueError(f"{argument!r} is the value of no option: see --help")
         option, equals, text = argument.partition("=")
         name = _field(option)
         if name not in hints:
@@ -319,25 +341,48 @@ def _checked(arguments: list[str], hints: Mapping[str, Any]) -> list[str]:
         seen.add(name)
         if hint in (bool, bool | None):
             flag = name.replace("_", "-")
-            if equals or (rest and not rest[0].startswith("-")):
+            follows = "".join(rest[:1])
+            is_value = follows[:1] not in ("", "-")
+            if takes_words:  # the next one may be a path
+                is_value = follows.lower() in TRUTH_VALUES
+            if equals or is_value:
                 raise ValueError(f"{option} is on or off: write --{flag} or --no-{flag}")
             is_on = not option.startswith("--no-")
             written = f"--{flag}" if is_on else f"--no-{flag}"
             # tyro gives those that need not be given a value
             found += [written] if hint is bool else [f"--{flag}", str(is_on)]
-        else:
-            _check_value(option, text if equals else "".join(rest[:1]), hint)
-            found.append(argument)
+            continue
+        found.append(argument)
+        most = len(rest) if is_list else 1 - len(equals)
+        values = [text] if equals else []
+        while len(values) < most and rest and not rest[0].startswith("--"):
+            if rest[0] == "-h":
+                break
+            values.append(rest.pop(0))
+            found.append(values[-1])
+        if not values and not is_list:
+            raise ValueError(f"{option} needs a value: write {option}=VALUE")
+        for value in values:
+            _check_value(option, value, hint)
     return found
 
 
 def _check_value(option: str, given: str, hint: Any) -> None:
-    """Refuse in one sentence what is not a choice or a number."""
-    if get_origin(hint) is Literal and given not in get_args(hint):
-        choices = ", ".join(get_args(hint))
-        raise ValueError(f"unknown {option} {given!r}: choose one of {choices}")
+    """Refuse in one sentence what is not a choice or a number; of lists, a part of the value."""
+    kinds = [hint]
+    while any(get_args(kind) and get_origin(kind) is not Literal for kind in kinds):
+        inner = []
+        for kind in kinds:
+            is_one = get_origin(kind) is Literal or not get_args(kind)
+            inner += [kind] if is_one else get_args(kind)
+        kinds = inner
+    if str in kinds or (types.NoneType in kinds and given == "None"):
+        return
+    choices = [str(choice) for kind in kinds for choice in get_args(kind)]
+    if choices and given not in choices:
+        raise ValueError(f"unknown {option} {given!r}: choose one of {', '.join(choices)}")
     for kind, what in ((int, "a whole number"), (float, "a number")):
-        if hint is kind or (hint == kind | None and given != "None"):
+        if kind in kinds:
             try:
                 kind(given)
             except ValueError:

@@ -27,6 +27,7 @@ from rlkv.cli.app import parse_command, run_app
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import ranges
+from rlkv.models.shape import same_model
 from rlkv.utils.files import check_new
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
@@ -227,9 +228,8 @@ class Diff:
                 f"cannot compare {self.a} ({sizes[0]}) with {self.b} ({sizes[1]}): they "
                 "belong to different models"
             )
-        models = [gates.model for gates in (first, second)]
-        if None not in models and models[0] != models[1]:
-            names = [of.model_id for of in models if of is not None]
+        names = [gates.model.model_id if gates.model else "" for gates in (first, second)]
+        if all(names) and not same_model(*names):
             print(f"of two models: {names[0]}, {names[1]}")
         change = second.alpha - first.alpha
         print(f"Spearman correlation  {_correlation(first, second)}")

@@ -28,7 +28,7 @@ from rlkv.data.curriculum import (
 from rlkv.data.problems import HUB_DATASET, Problem, load_problems, recorded_outputs
 from rlkv.inference.options import ModelOptions, check_least
 from rlkv.models.builtin import SMOL, TINY
-from rlkv.models.loading import dtype_name, load_tokenizer, resolve_device, weights_digest
+from rlkv.models.loading import dtype_name, files_digest, load_tokenizer, resolve_device
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.rollout.base import RolloutEngine, SamplingParams
 from rlkv.rollout.footprint import (
@@ -372,8 +372,8 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
         "problems": f"{len(problems)} with hash {digest(content.encode())}",
     }
     if config.outputs is None:
-        if weights := weights_digest(config.model):
-            settings["weights"] = weights
+        if files := files_digest(config.model):
+            settings["model_files"] = files
         settings["engine"] = config.engine
         settings["template"] = config.template
         settings["max_length"] = config.max_length

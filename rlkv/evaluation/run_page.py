@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from rlkv.evaluation.report import ACCURACY_LIMITS, Page, Panel, html_page, plot_curves
+from rlkv.evaluation.report import (
+    ACCURACY_LIMITS,
+    GENERATOR,
+    Page,
+    Panel,
+    html_page,
+    plot_curves,
+)
 from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates
@@ -30,8 +37,10 @@ def write_training_page(run: Path, out: Path) -> None:
     """Write one HTML file.
 
     Raises:
-        ValueError: if ``run`` is not the folder of a run.
+        ValueError: if ``run`` is not the folder of a run, or ``out`` is there and no page of ours.
     """
+    if out.exists() and GENERATOR.encode() not in out.read_bytes():
+        raise ValueError(f"{out} is no page that rlkv wrote: take another --out, or remove it")
     logs = RunLogs.read(run)
     with TemporaryDirectory() as folder:
         text = training_page(logs, Path(folder)).markdown()

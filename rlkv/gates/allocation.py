@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,9 @@ def num_full_heads(sparsity: float, total: int) -> int:
     """Return ``round((1 - sparsity) * total)`` in decimal arithmetic; on a tie a head stays full.
 
     Raises:
-        ValueError: if ``sparsity`` is outside [0, 1].
+        ValueError: if ``sparsity`` is no number or outside [0, 1].
     """
-    if not 0 <= sparsity <= 1:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity <= 1:
         raise ValueError(
             f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are "
             "compressible"

@@ -14,7 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.gates.formats import hub_address, write_gates
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import is_path
+from rlkv.models.shape import same_model
 from rlkv.utils.files import (
     TEXT_SIZE,
     TITLE_SIZE,
@@ -112,6 +114,8 @@ def push_gates(
     repo, revision = hub_address(address)
     if revision is not None:
         raise ValueError(f"{address}: gates are pushed to the main branch: leave @{revision} out")
+    if evaluation is not None:
+        check_evaluation(evaluation, gates)
     gates = without_path(gates)
     card = model_card(gates, repo, evaluation)
     with tempfile.TemporaryDirectory() as name:
@@ -145,6 +149,7 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
     )
     return environment.get_template("card.md.j2").render(
         base_model=model if _HUB_ID.fullmatch(model) else None,
+        is_loadable=bool(_HUB_ID.fullmatch(model)) or model in BUILT_IN,
         model=model or "a model that the gates do not name",
         repo=repo,
         gates=gates,
@@ -154,6 +159,18 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
         method=training.get("method", "unknown"),
         training=json.dumps(training, indent=2),
     )
+
+
+def check_evaluation(path: Path, gates: HeadGates) -> None:
+    """Raise ValueError if the results of an evaluation are of another model than the gates."""
+    _evaluated(path)
+    measured = read_json(path).get("config", {}).get("model")
+    named = gates.model.model_id if gates.model else ""
+    if measured and named and not same_model(named, measured):
+        raise ValueError(
+            f"{path} is an evaluation of {measured}, but these gates are of {named}: give the "
+            "results.json of their own model"
+        )
 
 
 def _evaluated(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
 from rlkv.models.builtin import PACKAGED_GATES
-from rlkv.models.loading import load_config, load_model, load_tokenizer, weights_digest
+from rlkv.models.loading import files_digest, load_config, load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
@@ -320,7 +320,7 @@ class InferSession:
             "allocation": digest(bytes(engine.allocation.full.flatten().tolist())),
             "sparsity": sparsity,
             **engine.describe(),
-            "weights": weights_digest(model),
+            "model_files": files_digest(model),
             "libraries": library_facts(),
         }
         sampling = replace(sampling, max_new_tokens=longest)

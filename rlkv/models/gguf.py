@@ -8,6 +8,7 @@ copied file is not converted again and a changed one is.
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlkv.models.builtin import made_once
 from rlkv.utils.runtime import require
 
 SUFFIX = ".gguf"
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 FORMAT = 1  # of the folders: another one where a file is to be converted anew
 CONTENT = "rlkv"  # of the turn that shows how the chat template ends one
 
@@ -34,6 +36,11 @@ def find_gguf(model: str) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1 and all(SPLIT.search(file.name) for file in files):
+        raise ValueError(
+            f"{model!r} holds the parts of a split GGUF file, which transformers does not read: "
+            "merge them with llama-gguf-split --merge, and give the path of the result"
+        )
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{model!r} holds several GGUF files ({names}): give the path of one")

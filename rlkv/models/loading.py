@@ -16,6 +16,7 @@ import torch
 from rlkv.models.builtin import BUILT_IN, built_in_folder, connection_error
 from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
+from rlkv.utils.files import read_json
 from rlkv.utils.runtime import digest, digest_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,17 @@ M_MMAP_MAX = -4
 SAMPLED = 1024  # elements of each parameter that its digest sees
 SAMPLED_BLOCKS = 64  # of each file
 BLOCK = 4096  # bytes
+ADAPTER_CONFIG = "adapter_config.json"
+# what else a text depends on
+BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    "chat_template*",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 # --- device and dtype
@@ -286,18 +298,28 @@ def refuse_own_cache(model: Any, instead: str) -> None:
 # --- what texts of a model depend on
 
 
-def weights_digest(model: str) -> str | None:
-    """Return a digest of the weight files in a model's folder; None where there are none.
+def files_digest(model: str) -> str | None:
+    """Return a digest of a model's folder: weights, config, tokenizer and chat template.
 
-    An id on the hub has no folder.  The digest is over names, sizes and ``SAMPLED_BLOCKS`` evenly
-    spaced pieces of each file: another training, merge or quantization is seen, a change of single
-    elements may not be.
+    That of a folder with a PEFT adapter is also of its base.  The digest is over names, sizes and
+    ``SAMPLED_BLOCKS`` evenly spaced pieces of each file, which are all of a small one: another
+    training, merge or quantization is seen, a change of single elements may not be.
+
+    Returns:
+        None where there are no weights, as of an id on the hub.
     """
     folder = Path(model_source(model))
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files += sorted(folder.glob("adapter_model*"))
     if not files:
         return None
+    for pattern in BESIDE_WEIGHTS:
+        files += sorted(folder.glob(pattern))
     content = bytearray()
+    adapter = folder / ADAPTER_CONFIG
+    if adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path")
+        content += str(base and files_digest(str(base))).encode()
     for path in files:
         size = path.stat().st_size
         content += f"{path.name} {size}".encode()

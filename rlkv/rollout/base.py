@@ -203,7 +203,7 @@ NO_USAGE = Usage(0, 0.0, 0, 0)
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts that a server states about its engine; ``weights``: their digest, if known."""
+    """Facts that a server states about its engine; ``model_files``: their digest, if known."""
 
     model: str
     sink: int
@@ -212,7 +212,7 @@ class EngineFacts:
     num_layers: int
     num_kv_heads: int
     vocab_size: int
-    weights: str | None = None
+    model_files: str | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Connection:
         """Raise ValueError if the server samples otherwise than when the training began."""
         before = now if self.facts is None else self.facts
         changed = []
-        for name in ("model", "sink", "window", "weights"):
+        for name in ("model", "sink", "window", "model_files"):
             old = getattr(before, name)
             new = getattr(now, name)
             if old != new:
@@ -352,15 +352,15 @@ class RolloutClient:
             "which resumes from its last checkpoint"
         )
 
-    def check(self, sizes: LocalSizes, positions: int, weights: str | None = None) -> None:
+    def check(self, sizes: LocalSizes, positions: int, model_files: str | None = None) -> None:
         """Wait for the servers to start, and check that they sample as the training does.
 
         Args:
-            weights: digest of the training's, None: not known.
+            model_files: digest of those of the training, None: not known.
 
         Raises:
-            ValueError: if one has another sink, window or other weights than the training, or too
-                few positions.
+            ValueError: if one has another sink, window or other model files than the training, or
+                too few positions.
         """
         for server in self.servers:
             facts = self._facts(server)
@@ -371,9 +371,9 @@ class RolloutClient:
                     f"{facts.window}, the training with {sizes.sink} and {sizes.window}: start "
                     f"rollout/serve_vllm.py with --sink {sizes.sink} --window {sizes.window}"
                 )
-            if weights is not None and facts.weights not in (weights, None):
+            if model_files is not None and facts.model_files not in (model_files, None):
                 raise ValueError(
-                    f"the rollout server at {server.url} serves {facts.model} with other weights "
+                    f"the rollout server at {server.url} serves {facts.model} from other files "
                     "than the training's: start rollout/serve_vllm.py with the same model"
                 )
             if facts.max_positions < positions:

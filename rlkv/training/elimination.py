@@ -105,8 +105,8 @@ def eliminate_heads(
     # no measurement depends on what may change when it is resumed, but rows number the batches
     kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}
     noted = {name: config[name] for name in sorted(kept)} | {"likeliest": KEPT}
-    if run.config["weights"] is not None:
-        noted["weights"] = run.config["weights"]
+    if run.config["model_files"] is not None:
+        noted["model_files"] = run.config["model_files"]
     prefill = settings.elimination_prefill
     with open_store(run.path / MEASURED, noted, KEY) as store:
         run.write_config()

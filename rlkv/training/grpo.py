@@ -20,7 +20,7 @@ from rlkv.attention.head_gate import set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
-from rlkv.models.loading import dtype_name, load_model, load_tokenizer, weights_digest
+from rlkv.models.loading import dtype_name, files_digest, load_model, load_tokenizer
 from rlkv.models.prompts import build_messages, choose_template
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import GatedEngine
@@ -263,7 +263,7 @@ def open_engine(
         from rlkv.rollout.remote import RolloutClient
 
         client = RolloutClient(settings.servers, settings.rollout_patience)
-        client.check(sizes, positions, weights_digest(settings.model))
+        client.check(sizes, positions, files_digest(settings.model))
         yield client
         return
     from rlkv.vllm.engine import VLLMEngine

@@ -24,7 +24,7 @@ from rlkv.gates import publish as share
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates, plot_histogram
 from rlkv.models.layout import gated_places
-from rlkv.models.loading import weights_digest
+from rlkv.models.loading import files_digest
 from rlkv.models.shape import ModelShape
 from rlkv.training.config import RESUMABLE_KEYS, UNPUBLISHED_KEYS, RunSettings
 from rlkv.utils.files import (
@@ -588,7 +588,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: RunSettings, config: dict[str, Any]) -> None:
         self.path = path
         self.settings = settings
-        self.config = {"format": FORMAT, "weights": weights_digest(settings.model), **config}
+        self.config = {"format": FORMAT, "model_files": files_digest(settings.model), **config}
         self.checkpoint = check_output_dir(path, self.config, settings.resume)
         self.wandb: WandbLog | None = None
         if settings.wandb != "disabled":
@@ -616,9 +616,9 @@ class RunFolder:
             if found == self.config:
                 return
             time.sleep(1)
-        if found | {"weights": self.config["weights"]} == self.config:
+        if found | {"model_files": self.config["model_files"]} == self.config:
             raise ValueError(
-                f"{self.settings.model} has other weight files on this machine than on the main "
+                f"{self.settings.model} has other files on this machine than on the main "
                 "process's: copy them"
             )
         raise ValueError(
@@ -628,7 +628,7 @@ class RunFolder:
 
     def published(self) -> dict[str, Any]:
         """Return the settings that a gates file tells."""
-        hidden = UNPUBLISHED_KEYS | {"format", "weights"}
+        hidden = UNPUBLISHED_KEYS | {"format", "model_files"}
         return {key: value for key, value in self.config.items() if key not in hidden}
 
     def gates(self, model: Any, mean_alpha: Tensor, method: str, steps: int) -> HeadGates:

@@ -12,6 +12,7 @@ from typing import Literal
 from unittest.mock import Mock
 
 import pytest
+from tyro.conf import Positional
 
 from rlkv.cli.app import QUIET, parse, read_config, run_app
 from rlkv.data.filter import FilterConfig
@@ -32,6 +33,7 @@ class Config:
     fresh: bool = False
     protect: bool | None = None
     engine: Literal["hf", "vllm"] = "hf"
+    part: Literal[1, 2] | None = None
 
     def check(self) -> None:
         if not all(0 <= s <= 1 for s in self.sparsities):
@@ -82,6 +84,10 @@ def test_options_that_are_on_or_off(arguments: list[str], values: tuple[bool, bo
         (["--protect", "False"], "--protect is on or off: write --protect or --no-protect"),
         (["--sparsities", "0.1", "--sparsities", "0.2"], "--sparsities is given twice"),
         (["--sparsities", "2"], "must lie in"),
+        (["--sparsities", "0.1", "x"], "--sparsities needs a number, got 'x'"),
+        (["--part", "4"], "unknown --part '4': choose one of 1, 2"),
+        (["--model", "a", "b"], "'b' is the value of no option"),
+        (["--model", "--fresh"], "--model needs a value: write --model=VALUE"),
         (["--limt", "3"], "unknown option --limt: did you mean --limit"),
         (["--config", "absent"], "--config needs a file or a packaged name"),
         (["--config"], "--config needs a file"),
@@ -102,6 +108,9 @@ def test_what_an_option_does_not_take_is_one_sentence(arguments: list[str], mess
         ("a: [", "YAML"),
         ("sparsities: [2]\n", "sparsities"),
         ("engine: jax\n", "--engine 'jax'.*hf, vllm"),
+        ("model: true\n", "--model needs a value"),
+        ("limit: 1\nlimit: 2\n", "not readable as YAML: limit is given twice"),
+        ("output-dir: a\noutput_dir: b\n", "output_dir is given twice"),
         ("base: ../first\n", "base: "),
         ("base: ''\n", "base: "),
         ("base: absent\n", "absent.yaml is not in"),
@@ -111,6 +120,25 @@ def test_what_an_option_does_not_take_is_one_sentence(arguments: list[str], mess
 def test_files_that_do_not_fit_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read("--config", write(tmp_path, text))
+
+
+def test_a_value_may_look_like_an_option(tmp_path: Path) -> None:
+    assert read("--config", write(tmp_path, "model: --fresh\n")).model == "--fresh"
+    assert read("--config", write(tmp_path, "model: -x y\n")).model == "-x y"
+    assert read("--model", "-1", "--part", "None").model == "-1"
+
+
+@dataclass(frozen=True)
+class Words:
+    path: Positional[str]
+    histogram: bool = False
+
+
+@pytest.mark.parametrize("arguments", ["--histogram a", "a --histogram"])
+def test_a_word_may_follow_what_is_on_or_off(arguments: str) -> None:
+    assert parse(Words, arguments=arguments.split()) == Words("a", histogram=True)
+    with pytest.raises(ValueError, match="--histogram is on or off"):
+        parse(Words, arguments=["--histogram", "True", "a"])
 
 
 def test_an_option_that_is_needed_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

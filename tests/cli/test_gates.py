@@ -84,6 +84,10 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Step 2 of 3" in (tmp_path / "report.html").read_text()
     assert run("report", tmp_path, "--out", tmp_path / "pages" / "mine.html") == 0
     assert (tmp_path / "pages" / "mine.html").exists()
+    (tmp_path / "report.html").write_text("<b>mine</b>")
+    assert run("report", tmp_path) == 2
+    assert "is no page that rlkv wrote" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == "<b>mine</b>"
 
 
 def test_diff(gates_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +117,10 @@ def test_diff_names_two_models(gates_file: Path, capsys: pytest.CaptureFixture[s
         replace(gates, model=shape).save(gates_file.with_name(f"{name}.pt"))
     assert run("diff", gates_file.with_name("one.pt"), gates_file.with_name("two.pt")) == 0
     assert "of two models: one, two" in capsys.readouterr().out
+    # another file may state less of the same model
+    replace(gates, model=ModelShape("one", "", *gates.alpha.shape, 0, 0)).save(gates_file)
+    assert run("diff", gates_file.with_name("one.pt"), gates_file) == 0
+    assert "of two models" not in capsys.readouterr().out
 
 
 def test_a_folder_whose_name_has_a_dot(gates_file: Path) -> None:

@@ -203,7 +203,7 @@ def test_other_settings_are_refused_by_name(
     weights = gates_file.with_name("model.safetensors")
     content = weights.read_bytes()
     weights.write_bytes(content[:-4] + struct.pack("f", 7))
-    with pytest.raises(ValueError, match="weights was"):
+    with pytest.raises(ValueError, match="model_files was"):
         ask(*files)
     weights.write_bytes(content)
     problems_file = tmp_path / "in.jsonl"

@@ -315,7 +315,7 @@ def test_a_job_is_not_continued_with_other_weights(model_folder: str, tmp_path: 
     run_filter(config)
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"rlkv")
-    with pytest.raises(ValueError, match="weights was"):
+    with pytest.raises(ValueError, match="model_files was"):
         run_filter(config)
 
 

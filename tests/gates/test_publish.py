@@ -72,6 +72,10 @@ def test_the_card_has_accuracies_where_they_were_measured(tmp_path: Path) -> Non
     assert "| accuracy_at_0.5 | 0.875 |" in card
     assert "not been evaluated" not in card
     assert "base_model" not in card  # the gates name none
+    assert "rlkv-infer --model MODEL --gates hf://me/mine" in card
+    results.write_text(json.dumps({"config": {"model": "other"}, "results": [row]}))
+    with pytest.raises(ValueError, match="is an evaluation of other, but these gates are of"):
+        push_gates(make_gates(), "hf://me/mine", results)
     results.write_text(json.dumps({"results": [{"task": "math500"}]}))
     with pytest.raises(ValueError, match=r"not the results\.json"):
         model_card(gates, "me/mine", results)

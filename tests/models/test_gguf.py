@@ -128,6 +128,10 @@ def test_a_folder_with_several_files_is_refused(file: Path, tmp_path: Path) -> N
         (tmp_path / name).write_bytes(file.read_bytes())
     with pytest.raises(ValueError, match=r"several GGUF files \(a.gguf, b.gguf\)"):
         load_tokenizer(str(tmp_path))
+    for number, name in enumerate(("a.gguf", "b.gguf"), start=1):
+        (tmp_path / name).rename(tmp_path / f"a-0000{number}-of-00002.gguf")
+    with pytest.raises(ValueError, match="merge them with llama-gguf-split"):
+        load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")  # a model folder, whatever else lies in it
     assert find_gguf(str(tmp_path)) is None
 

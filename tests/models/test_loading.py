@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig
 from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
 from rlkv.models.loading import (
+    files_digest,
     load_model,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
-    weights_digest,
 )
 from rlkv.models.shape import PUBLISHED, ModelShape, max_positions, same_model, short_name
 from rlkv.rollout.footprint import Footprint
@@ -41,17 +41,35 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
         folder = tmp_path / str(len(digests))
         folder.mkdir()
         save_file({"of": weights.index_fill(0, torch.tensor(places).long(), 1)}, folder / WEIGHTS)
-        digests.add(weights_digest(str(folder)))
+        digests.add(files_digest(str(folder)))
     assert len(digests) == 4
     folder.rename(tmp_path / "moved")
-    assert weights_digest(str(tmp_path / "moved")) in digests
-    assert weights_digest("tiny") not in {*digests, None}
-    assert weights_digest("organisation/model") is None
-    assert weights_digest(str(tmp_path)) is None
-    before = weights_digest(str(tmp_path / "moved"))
+    assert files_digest(str(tmp_path / "moved")) in digests
+    assert files_digest("tiny") not in {*digests, None}
+    assert files_digest("organisation/model") is None
+    assert files_digest(str(tmp_path)) is None
+    before = files_digest(str(tmp_path / "moved"))
     for name in ("gates.safetensors", "training_args.bin"):
         (tmp_path / "moved" / name).write_bytes(b"no weights of the model")
-    assert weights_digest(str(tmp_path / "moved")) == before
+    assert files_digest(str(tmp_path / "moved")) == before
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "moved" / name).write_text("{}")
+        after = files_digest(str(tmp_path / "moved"))
+        assert after != before
+        before = after
+
+
+def test_an_adapter_has_a_digest_with_its_base(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+    digests = set()
+    (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+    for file in (base / WEIGHTS, adapter / "adapter_model.safetensors", base / "config.json"):
+        file.write_bytes(b"something")
+        digests.add(files_digest(str(adapter)))
+    assert len(digests) == 3
 
 
 # --- shapes and names

@@ -17,7 +17,7 @@ import torch
 
 from rlkv.attention import LocalSizes
 from rlkv.cli.app import parse
-from rlkv.models.loading import weights_digest
+from rlkv.models.loading import files_digest
 from rlkv.rollout import remote
 from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
 from rlkv.rollout.hf import GatedHFEngine
@@ -150,15 +150,15 @@ def test_a_server_that_comes_back_is_used_again() -> None:
     assert client.retries == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("window", 7), ("model", "t"), ("weights", "5f")])
+@pytest.mark.parametrize(("name", "value"), [("window", 7), ("model", "t"), ("model_files", "5f")])
 def test_a_server_that_comes_back_with_another_engine_is_refused(name: str, value: Any) -> None:
     with serving(Scripted()) as (server,):
         client = client_of(server)
         client.check(LocalSizes(2, 6), positions=64)
         assert tokens(client) == ALL
-        server.facts = replace(FACTS, weights="6e")
-        with pytest.raises(ValueError, match="other weights than the training's"):
-            client_of(server).check(LocalSizes(2, 6), positions=64, weights="5f")
+        server.facts = replace(FACTS, model_files="6e")
+        with pytest.raises(ValueError, match="from other files than the training"):
+            client_of(server).check(LocalSizes(2, 6), positions=64, model_files="5f")
         server.facts = replace(FACTS, max_positions=65)
         assert tokens(client) == ALL
         server.facts = replace(FACTS, **{name: value})
@@ -312,7 +312,7 @@ def test_the_tiny_model_can_be_served_by_transformers() -> None:
         engine="hf", model="tiny", sink=4, window=16, dtype="float32", max_rows=2
     )
     engine, facts = SERVE.load_engine(config)
-    assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313, weights_digest("tiny"))
+    assert facts == EngineFacts("tiny", 4, 16, 1024, 4, 6, 313, files_digest("tiny"))
     for asked, positions in ((500, 500), (5000, 1024)):  # as the engine of vLLM
         _, facts = SERVE.load_engine(replace(config, max_positions=asked))
         assert facts.max_positions == positions
