@@ -254,7 +254,7 @@ def main() -> None:
             rows.append(check_solutions(found, verifier, source))
         kinds = [check_pairs(each, verifier) for each in pairs]
     code = None if programs is None else check_code(programs)
-    if not rows and code is None and not any(kinds):
+    if not rows and code is None and not any(pairs):
         raise ValueError("nothing was checked: the files of --data and --pairs hold no problem")
     content = {"math": rows, "pairs": kinds, "code": code, "timeout": config.timeout}
     write_json(config.output_dir / "graders.json", {**content, **provenance()})

@@ -127,7 +127,7 @@ class PretrainConfig:
         if not (self.output_dir / "config.json").exists():
             return
         summary = self.output_dir / SUMMARY
-        noted = read_json(summary)["config"] if summary.exists() else {}
+        noted = read_json(summary).get("config") or {} if summary.exists() else {}
         if any(noted.get(name) != value for name, value in self.recipe.items()):
             raise ValueError(
                 f"{self.output_dir} holds a model that these options do not make: take another "

@@ -85,10 +85,11 @@ class _Loader(yaml.SafeLoader):
     """Refuses a name that is given twice, of which YAML's own would take the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value).replace("-", "_") for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.YAMLError(f"{name} is given twice")
+        if isinstance(node, yaml.MappingNode):
+            names = [str(key.value).replace("-", "_") for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise yaml.YAMLError(f"{name} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -325,7 +326,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
             found.append(argument)
             continue
         if not argument.startswith("--"):
-            raise ValueError(f"{argument!r} is the value of no option: see --help")
+            raise ValueError(f"{argument!r} is no option, and the value of none: see --help")
         option, equals, text = argument.partition("=")
         name = _field(option)
         if name not in hints:
@@ -353,10 +354,11 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
             found += [written] if hint is bool else [f"--{flag}", str(is_on)]
             continue
         found.append(argument)
-        most = len(rest) if is_list else 1 - len(equals)
+        if is_list and takes_words:
+            continue  # tyro tells the values of the list from the words behind it
         values = [text] if equals else []
-        while len(values) < most and rest and not rest[0].startswith("--"):
-            if rest[0] == "-h":
+        while rest and (is_list or not values):
+            if rest[0].startswith("--") or rest[0] == "-h":
                 break
             values.append(rest.pop(0))
             found.append(values[-1])
@@ -371,7 +373,7 @@ def _check_value(option: str, given: str, hint: Any) -> None:
     """Refuse in one sentence what is not a choice or a number; of lists, a part of the value."""
     kinds = [hint]
     while any(get_args(kind) and get_origin(kind) is not Literal for kind in kinds):
-        inner = []
+        inner: list[Any] = []
         for kind in kinds:
             is_one = get_origin(kind) is Literal or not get_args(kind)
             inner += [kind] if is_one else get_args(kind)

@@ -36,15 +36,14 @@ _MARKUP = re.compile(
 )
 _FIRST = re.compile(r"^(\d*)([#>~]|[-+](?=[\s-]|$)|(?<=\d)[.)](?=\s|$))")
 # Models wrote the texts of a report: the policy keeps a browser from loading or running anything.
-GENERATOR = '<meta name="generator" content="rlkv">'
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-{generator}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+ content="{policy}">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
@@ -173,7 +172,7 @@ def html_page(text: str, folder: Path) -> str:
         links += f'<li><a href="#section-{number}">{words}</a></li>'
         body = body.replace("<h2>", f'<h2 id="section-{number}">', 1)
     title, end, rest = body.partition("</h1>\n")
-    head = _HEAD.format(generator=GENERATOR, title=title.removeprefix("<h1>"))
+    head = _HEAD.format(policy=PAGE_POLICY, title=title.removeprefix("<h1>"))
     return f"{head}{title}{end}<nav><ul>{links}</ul></nav>\n{rest}</body>\n</html>\n"
 
 

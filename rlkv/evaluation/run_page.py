@@ -12,7 +12,7 @@ import torch
 
 from rlkv.evaluation.report import (
     ACCURACY_LIMITS,
-    GENERATOR,
+    PAGE_POLICY,
     Page,
     Panel,
     html_page,
@@ -39,7 +39,7 @@ def write_training_page(run: Path, out: Path) -> None:
     Raises:
         ValueError: if ``run`` is not the folder of a run, or ``out`` is there and no page of ours.
     """
-    if out.exists() and GENERATOR.encode() not in out.read_bytes():
+    if out.exists() and PAGE_POLICY.encode() not in out.read_bytes():
         raise ValueError(f"{out} is no page that rlkv wrote: take another --out, or remove it")
     logs = RunLogs.read(run)
     with TemporaryDirectory() as folder:

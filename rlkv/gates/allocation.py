@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,9 @@ def num_full_heads(sparsity: float, total: int) -> int:
     Raises:
         ValueError: if ``sparsity`` is no number or outside [0, 1].
     """
-    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity <= 1:
+    if isinstance(sparsity, bool | str):
+        raise ValueError(f"sparsity is {sparsity!r}: it must be a number from 0 to 1")
+    if not 0 <= sparsity <= 1:
         raise ValueError(
             f"sparsity {sparsity} is not in [0, 1]: it is the share of KV heads that are "
             "compressible"

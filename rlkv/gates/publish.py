@@ -164,9 +164,13 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
 def check_evaluation(path: Path, gates: HeadGates) -> None:
     """Raise ValueError if the results of an evaluation are of another model than the gates."""
     _evaluated(path)
-    measured = read_json(path).get("config", {}).get("model")
+    config = read_json(path).get("config")
+    measured = config.get("model") if isinstance(config, dict) else None
     named = gates.model.model_id if gates.model else ""
-    if measured and named and not same_model(named, measured):
+    if not isinstance(measured, str) or not named or same_model(named, measured):
+        return
+    # a folder may be elsewhere by now: its name decides
+    if Path(named).name != Path(measured).name:
         raise ValueError(
             f"{path} is an evaluation of {measured}, but these gates are of {named}: give the "
             "results.json of their own model"

@@ -371,6 +371,7 @@ def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[
     }
     options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     recorded = {"options": options, **provenance()}
+    del recorded["finished"]
     usages = {"": NO_USAGE}
     if config.compare_full:
         usages["_full"] = NO_USAGE

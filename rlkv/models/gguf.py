@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rlkv.models.builtin import made_once
 from rlkv.utils.runtime import require
 
 SUFFIX = ".gguf"
-SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+SPLIT = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", re.IGNORECASE)
 FORMAT = 1  # of the folders: another one where a file is to be converted anew
 CONTENT = "rlkv"  # of the turn that shows how the chat template ends one
 
@@ -32,19 +33,25 @@ def find_gguf(model: str) -> Path | None:
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         if not path.exists():
             raise ValueError(f"{model!r}: there is no such file")
+        _refuse_parts(model, [path])
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-    if len(files) > 1 and all(SPLIT.search(file.name) for file in files):
-        raise ValueError(
-            f"{model!r} holds the parts of a split GGUF file, which transformers does not read: "
-            "merge them with llama-gguf-split --merge, and give the path of the result"
-        )
+    _refuse_parts(model, files)
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{model!r} holds several GGUF files ({names}): give the path of one")
     return files[0] if files else None
+
+
+def _refuse_parts(model: str, files: Sequence[Path]) -> None:
+    for file in files:
+        if SPLIT.search(file.name):
+            raise ValueError(
+                f"{model!r}: {file.name} is a part of a split GGUF file, which transformers does "
+                "not read: merge the parts with llama-gguf-split --merge, and give the result"
+            )
 
 
 def gguf_folder(file: Path) -> Path:

@@ -29,14 +29,15 @@ M_MMAP_MAX = -4
 SAMPLED = 1024  # elements of each parameter that its digest sees
 SAMPLED_BLOCKS = 64  # of each file
 BLOCK = 4096  # bytes
-ADAPTER_CONFIG = "adapter_config.json"
 # what else a text depends on
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+BASE = "base_model_name_or_path"  # of an adapter
 BESIDE_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    ADAPTER_CONFIG,
-    "chat_template*",
+    "*chat_template*",
+    "additional_chat_templates/*",
     "*token*.json",
+    "tekken.json",
+    "*.model",
     "vocab.*",
     "merges.txt",
 )
@@ -299,16 +300,17 @@ def refuse_own_cache(model: Any, instead: str) -> None:
 
 
 def files_digest(model: str) -> str | None:
-    """Return a digest of a model's folder: weights, config, tokenizer and chat template.
+    """Return a digest of a model's folder: weights, configs, tokenizer and chat template.
 
-    That of a folder with a PEFT adapter is also of its base.  The digest is over names, sizes and
-    ``SAMPLED_BLOCKS`` evenly spaced pieces of each file, which are all of a small one: another
-    training, merge or quantization is seen, a change of single elements may not be.
+    That of a folder with a PEFT adapter is also of its base.  Configs count by their values, but
+    for the version of transformers that wrote them and for where a base is.  Of the other files
+    names, sizes and ``SAMPLED_BLOCKS`` evenly spaced pieces count, which are all of a small one:
+    another training, merge or quantization is seen, a change of single elements may not be.
 
     Returns:
         None where there are no weights, as of an id on the hub.
     """
-    folder = Path(model_source(model))
+    folder = Path(model_source(model)).resolve()
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files += sorted(folder.glob("adapter_model*"))
     if not files:
@@ -316,11 +318,20 @@ def files_digest(model: str) -> str | None:
     for pattern in BESIDE_WEIGHTS:
         files += sorted(folder.glob(pattern))
     content = bytearray()
-    adapter = folder / ADAPTER_CONFIG
-    if adapter.exists():
-        base = read_json(adapter).get("base_model_name_or_path")
-        content += str(base and files_digest(str(base))).encode()
+    for name in CONFIGS:
+        if not (folder / name).is_file():
+            continue
+        config = read_json(folder / name)
+        if not isinstance(config, dict):
+            raise ValueError(f"{folder / name} is not the config of a model: it holds no mapping")
+        base = config.pop(BASE, None)
+        if base and Path(model_source(str(base))).resolve() != folder:
+            content += str(files_digest(str(base))).encode()
+        config.pop("transformers_version", None)
+        content += f"{name} {digest_of(config)}".encode()
     for path in files:
+        if not path.is_file():
+            continue
         size = path.stat().st_size
         content += f"{path.name} {size}".encode()
         last = max(0, size - BLOCK)

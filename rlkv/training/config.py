@@ -408,7 +408,7 @@ class GateTrainingArguments(GRPOConfig):
                 raise ValueError(
                     f"gradient_accumulation_steps={self.gradient_accumulation_steps} and "
                     f"prompts_per_step={self.prompts_per_step}, which takes {needed} passes, "
-                    "exclude each other: give one of them"
+                    "exclude each other: give one of them, or --prompts-per-step None"
                 )
             self.gradient_accumulation_steps = needed
         check_choices(self)

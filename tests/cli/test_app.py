@@ -86,7 +86,7 @@ def test_options_that_are_on_or_off(arguments: list[str], values: tuple[bool, bo
         (["--sparsities", "2"], "must lie in"),
         (["--sparsities", "0.1", "x"], "--sparsities needs a number, got 'x'"),
         (["--part", "4"], "unknown --part '4': choose one of 1, 2"),
-        (["--model", "a", "b"], "'b' is the value of no option"),
+        (["--model", "a", "b"], "'b' is no option, and the value of none"),
         (["--model", "--fresh"], "--model needs a value: write --model=VALUE"),
         (["--limt", "3"], "unknown option --limt: did you mean --limit"),
         (["--config", "absent"], "--config needs a file or a packaged name"),
@@ -128,10 +128,16 @@ def test_a_value_may_look_like_an_option(tmp_path: Path) -> None:
     assert read("--model", "-1", "--part", "None").model == "-1"
 
 
+def test_a_list_may_end_the_line() -> None:
+    assert read("--sparsities=0.1", "0.2", "0.3").sparsities == (0.1, 0.2, 0.3)
+    assert read("--sparsities", "0.1", "0.2", "--fresh").sparsities == (0.1, 0.2)
+
+
 @dataclass(frozen=True)
 class Words:
     path: Positional[str]
     histogram: bool = False
+    shares: tuple[float, ...] = ()
 
 
 @pytest.mark.parametrize("arguments", ["--histogram a", "a --histogram"])
@@ -139,6 +145,7 @@ def test_a_word_may_follow_what_is_on_or_off(arguments: str) -> None:
     assert parse(Words, arguments=arguments.split()) == Words("a", histogram=True)
     with pytest.raises(ValueError, match="--histogram is on or off"):
         parse(Words, arguments=["--histogram", "True", "a"])
+    assert parse(Words, arguments=["--shares", "0.1", "a"]) == Words("a", shares=(0.1,))
 
 
 def test_an_option_that_is_needed_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,8 @@ def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -
     # also where there are too many flips to try all: 2 ** 17
     assert paired_difference(first, second).p_value == pytest.approx(exact)
     assert sign_test(first, second) == (only_second, only_first, pytest.approx(exact))
+    thirds = [np.mean([own, 1, 0]) for own in first], [np.mean([own, 1, 0]) for own in second]
+    assert paired_difference(*thirds).p_value == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("n", [1, 200])

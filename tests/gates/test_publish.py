@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from rlkv.gates.head_gates import HeadGates
-from rlkv.gates.publish import model_card, plot_gates, push_gates, without_path
+from rlkv.gates.publish import check_evaluation, model_card, plot_gates, push_gates, without_path
 from tests.helpers.fake_hub import COMMIT, REPO, FakeHub, run_with_hub, serve
 from tests.helpers.gates import make_gates
 
@@ -76,6 +76,14 @@ def test_the_card_has_accuracies_where_they_were_measured(tmp_path: Path) -> Non
     results.write_text(json.dumps({"config": {"model": "other"}, "results": [row]}))
     with pytest.raises(ValueError, match="is an evaluation of other, but these gates are of"):
         push_gates(make_gates(), "hf://me/mine", results)
+    assert gates.model is None
+    for config in (
+        {"model": "gone/" + make_gates().model.model_id.split("/")[-1]},
+        None,
+        {"model": 5},
+    ):
+        results.write_text(json.dumps({"config": config, "results": [row]}))
+        check_evaluation(results, make_gates())
     results.write_text(json.dumps({"results": [{"task": "math500"}]}))
     with pytest.raises(ValueError, match=r"not the results\.json"):
         model_card(gates, "me/mine", results)

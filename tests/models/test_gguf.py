@@ -130,8 +130,9 @@ def test_a_folder_with_several_files_is_refused(file: Path, tmp_path: Path) -> N
         load_tokenizer(str(tmp_path))
     for number, name in enumerate(("a.gguf", "b.gguf"), start=1):
         (tmp_path / name).rename(tmp_path / f"a-0000{number}-of-00002.gguf")
-    with pytest.raises(ValueError, match="merge them with llama-gguf-split"):
-        load_tokenizer(str(tmp_path))
+    for part in (tmp_path, tmp_path / "a-00002-of-00002.gguf"):
+        with pytest.raises(ValueError, match="merge the parts with llama-gguf-split"):
+            load_tokenizer(str(part))
     (tmp_path / "config.json").write_text("{}")  # a model folder, whatever else lies in it
     assert find_gguf(str(tmp_path)) is None
 

@@ -67,9 +67,23 @@ def test_an_adapter_has_a_digest_with_its_base(tmp_path: Path) -> None:
     digests = set()
     (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
     for file in (base / WEIGHTS, adapter / "adapter_model.safetensors", base / "config.json"):
-        file.write_bytes(b"something")
+        file.write_bytes(b"{}")
         digests.add(files_digest(str(adapter)))
     assert len(digests) == 3
+    (base / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+    assert files_digest(str(base)) is not None, "an adapter beside its base"
+    base.rename(tmp_path / "moved")
+    (adapter / "adapter_config.json").write_text(
+        f'{{"base_model_name_or_path": "{tmp_path / "moved"}"}}'
+    )
+    (tmp_path / "moved" / "adapter_config.json").unlink()
+    (tmp_path / "moved" / "config.json").write_text('{"a": 1, "transformers_version": "5.17.0"}')
+    before = files_digest(str(adapter))
+    (tmp_path / "moved" / "config.json").write_text('{"a": 1, "transformers_version": "5.24.0"}')
+    assert files_digest(str(adapter)) == before
+    (adapter / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="it holds no mapping"):
+        files_digest(str(adapter))
 
 
 # --- shapes and names

@@ -228,5 +228,5 @@ def test_logprobs_are_those_of_the_tempered_distribution() -> None:
 
 def test_gates_of_another_shape_are_refused() -> None:
     engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
-    with pytest.raises(ValueError, match=r"gates \[3, 4\], got \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"gates \[3, 4\], the matrix is \[2, 4\]"):
         engine.set_gates(torch.ones(2, 4))

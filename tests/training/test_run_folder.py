@@ -67,7 +67,7 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         (tmp_path / "log.jsonl").unlink(missing_ok=True)
         (tmp_path / "gates.pt").touch()
     settings = RLKVSettings(model="organisation/model")
-    with pytest.raises(ValueError, match=r"other settings \(weights "):
+    with pytest.raises(ValueError, match=r"other settings \(model_files "):
         RunFolder(tmp_path, settings, ONE)
     with pytest.raises(ValueError, match="continue it with --resume"):
         RunFolder(tmp_path, RLKVSettings(resume=False), ONE)
@@ -81,7 +81,11 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         ("run_config.json", "[]", "another command"),
         ("run_config.json", "[" * 99999, "is not JSON"),
         ("run_config.json", '{"data": 1, "loss": 2, "seed": 1}', "another command"),
-        ("run_config.json", '{"seed": 1, "weights": 0}', "another version of rlkv.*--output-dir"),
+        (
+            "run_config.json",
+            '{"seed": 1, "model_files": 0}',
+            "another version of rlkv.*--output-dir",
+        ),
         ("run_config.json", f'{{"seed": 1, "format": {FORMAT + 1}}}', "another version"),
     ],
 )

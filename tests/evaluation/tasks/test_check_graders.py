@@ -97,8 +97,10 @@ def test_files_of_solutions_and_pairs(
 
 
 def test_nothing_to_check_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nothing was checked"):
-        run(monkeypatch, tmp_path / "out", "--data", str(tmp_path), "--no-code")
+    empty = write(tmp_path / "empty.jsonl", [])
+    for options in (["--data", str(tmp_path), "--no-code"], ["--pairs", empty]):
+        with pytest.raises(ValueError, match=r"nothing was checked|no rows"):
+            run(monkeypatch, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
 
 
