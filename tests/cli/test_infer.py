@@ -26,6 +26,7 @@ from rlkv.models.builtin import TINY_FOLDER
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.tiny import problems
 from rlkv.utils.files import write_jsonl
+from rlkv.utils.store import recorded_of
 from rlkv.vllm.settings import ServingSettings
 from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
@@ -186,6 +187,7 @@ def test_interrupted_runs_end_with_the_same_file(
         ask(*files, "--temperature", 1)
         assert output.read_bytes() == expected
         assert len(decoded) == left
+    assert len(recorded_of(output)) == 1, "of one machine, whenever it went on"
 
 
 def test_other_settings_are_refused_by_name(
