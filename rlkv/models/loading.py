@@ -302,8 +302,8 @@ def refuse_own_cache(model: Any, instead: str) -> None:
 def files_digest(model: str) -> str | None:
     """Return a digest of a model's folder: weights, configs, tokenizer and chat template.
 
-    That of a folder with a PEFT adapter is also of its base.  Configs count by their values, but
-    for the version of transformers that wrote them and for where a base is.  Of the other files
+    That of a folder with a PEFT adapter is also of its base (on the hub: of the name).  Configs
+    count by their values, but for the version of transformers that wrote them.  Of the other files
     names, sizes and ``SAMPLED_BLOCKS`` evenly spaced pieces count, which are all of a small one:
     another training, merge or quantization is seen, a change of single elements may not be.
 
@@ -326,7 +326,7 @@ def files_digest(model: str) -> str | None:
             raise ValueError(f"{folder / name} is not the config of a model: it holds no mapping")
         base = config.pop(BASE, None)
         if base and Path(model_source(str(base))).resolve() != folder:
-            content += str(files_digest(str(base))).encode()
+            content += str(files_digest(str(base)) or base).encode()
         config.pop("transformers_version", None)
         content += f"{name} {digest_of(config)}".encode()
     for path in files:

@@ -81,6 +81,10 @@ def test_an_adapter_has_a_digest_with_its_base(tmp_path: Path) -> None:
     before = files_digest(str(adapter))
     (tmp_path / "moved" / "config.json").write_text('{"a": 1, "transformers_version": "5.24.0"}')
     assert files_digest(str(adapter)) == before
+    for name in ("organisation/one", "organisation/two"):
+        (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{name}"}}')
+        digests.add(files_digest(str(adapter)))
+    assert len(digests) == 5
     (adapter / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match="it holds no mapping"):
         files_digest(str(adapter))
