@@ -48,7 +48,7 @@ STUB = """#!/bin/sh
 echo "$OMP_NUM_THREADS $*" >> "$CALLS"
 case "$*" in *"$BROKEN"*) echo "what went wrong"; exit 3 ;; esac
 out=$(echo "$*" | sed -E 's/.*--output([-_]dir)? ([^ ]+).*/\\2/')
-case "$1" in
+case "$*" in
 data_prep/fetch*) files=/config.json ;;
 data_prep/filter*) files=/report.md ;;
 train/*) files="/gates.pt /gates.safetensors /heat_map.png /training_curves.png" ;;
@@ -57,8 +57,8 @@ inference/eval*) files="/report.html /report.md"
         files="$files /gsm8k/$method/rows-0-of-1.jsonl"
         mkdir -p $out/gsm8k/$method
     done ;;
-inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png"
-    files="$files /measured.json" ;;
+inference/study*--measure-only) files=/measured.json ;;
+inference/study*) files="/report.html /report.md /table.md /results.json /sweep-tiny.png" ;;
 *) echo x > $out; exit ;;
 esac
 mkdir -p $out
@@ -280,7 +280,8 @@ def test_a_program_ends_with_make(tmp_path: Path, stub: dict[str, str]) -> None:
 def test_a_study_collects_reports_and_gates(tmp_path: Path, stub: dict[str, str]) -> None:
     out = tmp_path / "study"
     done = make("study", out, "QUICK=1", "-j4", **stub)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     calls = (tmp_path / "calls").read_text().splitlines()
     assert {line.split()[0] for line in calls} == {"1"}  # thread
     top = {file.name for file in out.iterdir() if file.is_file()}
