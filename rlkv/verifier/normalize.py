@@ -139,6 +139,7 @@ _DRESS: list[Rule] = [
     (rf"(?<![\\\w}}\]^_])\{{\s*(?:{_COLOUR}(?!\s*\{{)|\\(?:{_SWITCHES}){_END})", r"\\mathbf{"),
     (rf"{_COLOUR}\s*(?=\{{)", r"\\mathbf"),
     (_COLOUR, " "),
+    (rf"(?<=\d)\s*\\(?:{_SIZES}){_END}\s*(?=\()", ""),  # 5\left(3\right) is a product
     (rf"\\(?:{_SIZES}){_END}\.?", " "),
     (r"[(\[]\s*(\\begin\{(?:small)?(?:matrix|array)\})", r"\1"),
     (r"(\\end\{(?:small)?(?:matrix|array)\})\s*[)\]]", r"\1"),

@@ -276,7 +276,9 @@ _BASE = re.compile(
     r"\(?\s*(?:\\text\{inch\}\s*)?\\text\{base\}\s*(?:-\s*)?(\d{1,2})\s*\)?)"
 )
 # math-verify adds numbers with a space between them, and ignores an index
-_TWO_NUMBERS = re.compile(r"\\frac\{[^{}]*\}\{[^{}]*\}\d|\d\)? +\(?\d|\d\s*_\{|'\s*\d")
+# 15 (3x+2) is a product, 2 (1/3) may be a mixed number and (1,2) (3,4) are two points
+_BESIDE = r"\d\)? +(?:\d|\(\d(?:[\d./]*|[^()]*,[^()]*)\)(?!\s*\^))"
+_TWO_NUMBERS = re.compile(rf"\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}\d|{_BESIDE}|\d\s*_\{{|'\s*\d")
 _GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _TUPLE = re.compile(r"\([^()]*,[^()]*\)")
 _SET = re.compile(r"\\\{[^{}()]*,[^{}()]*\\\}")
