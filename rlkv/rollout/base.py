@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkv.utils.numbers import check_number, check_whole
 from rlkv.utils.runtime import digest
+from rlkv.verifier.extraction import THINKING, THINKING_END
 
 TEMPERATURES = (1e-6, 1e6)  # beyond them float32 logits are infinite or all the same
 LEAST_TOP_P = 1e-6
@@ -57,8 +58,9 @@ FinishReason = Literal["stop", "length", "repetition"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One decoded answer: ``token_ids`` include the end token, ``text`` is without special tokens.
+    """One decoded answer: ``token_ids`` include the end token, ``text`` has no special tokens.
 
+    ``text`` is that of :func:`completion_text`.
     ``finish_reason``: the model ended it, the limit, or a rule
     (:class:`rlkv.rollout.decoding.StopRule`); ``seconds``: its share of the time, where known.
     """
@@ -139,6 +141,29 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
             "(eos_token_id)"
         )
     return list(dict.fromkeys(found))
+
+
+def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text of a completion without special tokens, but with the marks of thoughts.
+
+    In some tokenizers these marks are special tokens too.  Without the mark of their end, thoughts
+    that the prompt opened would never end, and no answer after them would count.
+    """
+    marks = {}
+    for mark in (THINKING, THINKING_END):
+        token = tokenizer.convert_tokens_to_ids(mark)
+        if token not in token_ids or tokenizer.decode([token]).strip() != mark:
+            continue  # it is missing here, or has no token of its own
+        if not tokenizer.decode([token], skip_special_tokens=True):
+            marks[token] = mark
+    text = ""
+    start = 0
+    for place, token in enumerate(token_ids):
+        if token in marks:
+            text += tokenizer.decode(token_ids[start:place], skip_special_tokens=True)
+            text += marks[token]
+            start = place + 1
+    return text + str(tokenizer.decode(token_ids[start:], skip_special_tokens=True))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rlkv.rollout.base import (
     Rows,
     Sample,
     SamplingParams,
+    completion_text,
     end_tokens,
     gate_version,
 )
@@ -99,7 +100,7 @@ class HFEngine(RolloutEngine):
 
     def _completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
-        text = str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True))
+        text = completion_text(self.tokenizer, row.token_ids)
         return Completion(row.token_ids, text, row.finish_reason, row.seconds)
 
 

@@ -35,7 +35,7 @@ from rlkv.attention.head_gate import (
     gates_matrix,
     set_gates,
 )
-from rlkv.rollout.base import GatedEngine, Rows, Sample, SamplingParams
+from rlkv.rollout.base import GatedEngine, Rows, Sample, SamplingParams, completion_text
 from rlkv.rollout.hf import roll_out
 from rlkv.training import objective
 from rlkv.training.callbacks import (
@@ -304,7 +304,7 @@ class RLKVTrainer(GRPOTrainer):
         self, prompts: list[list[int]], completions: list[list[int]], answers: list[str]
     ) -> list[float]:
         """Return the rewards of token ids, with the mark of thoughts that a prompt opens."""
-        texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        texts = [completion_text(self._tokenizer, ids) for ids in completions]
         opened = map(opening, self._tokenizer.batch_decode(prompts))
         whole = [mark + text for mark, text in zip(opened, texts, strict=True)]
         return [float(right) for right in self.reward(whole, answers)]
@@ -428,7 +428,7 @@ class RLKVTrainer(GRPOTrainer):
                 {
                     "problem": row["prompt"][-1]["content"],
                     "answer": row["answer"],
-                    "text": self._tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                    "text": completion_text(self._tokenizer, sample.token_ids),
                     "right": reward > 0,
                     "tokens": len(sample.token_ids),
                 }

@@ -32,6 +32,7 @@ from rlkv.rollout.base import (
     Sample,
     SamplingParams,
     Usage,
+    completion_text,
     end_tokens,
     gate_version,
 )
@@ -223,7 +224,7 @@ class VLLMEngine(RolloutEngine):
         rows = Rows(encoded, list(range(len(encoded)) if numbers is None else numbers), 0)
         for row in self._decode(rows, sampling, self.eos_ids, stop=stop):
             assert row.finish_reason is not None
-            text = str(self.tokenizer.decode(row.token_ids, skip_special_tokens=True))
+            text = completion_text(self.tokenizer, row.token_ids)
             yield row.index, Completion(row.token_ids, text, row.finish_reason, row.seconds)
 
     def _decode(

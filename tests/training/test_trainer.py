@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from transformers import TrainerCallback
 from rlkv.attention.head_gate import gate_parameters, gates_matrix
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
-from rlkv.rollout.base import Rows
+from rlkv.rollout.base import Rows, completion_text
 from rlkv.rollout.hf import GatedHFEngine
 from rlkv.training import grpo
-from rlkv.training.trainer import RLKVTrainer
+from rlkv.training.trainer import RLKVTrainer, verifier_reward
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -164,6 +165,20 @@ def test_thoughts_that_the_prompt_opens_are_rewarded_like_others(
     random_run.run(tmp_path / "run", ["--max-steps", "1"])
     assert judged
     assert all(text.startswith("<think>") for text in judged)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_end_of_thoughts_counts_where_it_is_a_special_token(special: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer, reward=verifier_reward)
+    said = "a=1 </think> Therefore, the final answer is: $\\boxed{ 3 }$. I hope it is correct <eos>"
+    texts = ["b=2 <think>", said]
+    prompt, completion = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+    assert RLKVTrainer.judge(trainer, [prompt] * 2, [completion] * 2, ["3", "4"]) == [1.0, 0.0]
+    text = completion_text(tokenizer, completion)
+    assert "<eos>" not in text
+    assert text.replace(" ", "").startswith("a=1</think>Therefore")
 
 
 def test_a_run_resumed_within_a_rollout_equals_an_uninterrupted_one(tmp_path: Path) -> None:
