@@ -20,7 +20,12 @@ from numbers import Real
 from pathlib import Path
 
 from rlkv.utils.runtime import require
-from rlkv.verifier.extraction import MAX_ANSWER_CHARS, extract_answer, reference_answer
+from rlkv.verifier.extraction import (
+    MAX_ANSWER_CHARS,
+    NEVER_EQUAL,
+    extract_answer,
+    reference_answer,
+)
 from rlkv.verifier.reading import Pairs, pairs_to_compare
 
 __all__ = ["is_correct"]
@@ -97,7 +102,6 @@ class _Worker:
 
 
 Answer = str | int | float | None
-_NEVER_EQUAL = {"", "nan", "none", "null"}
 _INTEGER = re.compile(r"[-+]?\d{1,100}")
 
 
@@ -108,7 +112,7 @@ def _text(answer: Answer) -> str:
     if isinstance(answer, float) and not math.isfinite(answer):
         return ""
     text = str(answer).strip()
-    if text.lower() in _NEVER_EQUAL or len(text) > MAX_ANSWER_CHARS or "\0" in text:
+    if text.lower() in NEVER_EQUAL or len(text) > MAX_ANSWER_CHARS or "\0" in text:
         return ""
     return text
 

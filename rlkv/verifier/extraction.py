@@ -12,6 +12,7 @@ MAX_ANSWER_CHARS = 1000  # no answer of the data sets has more than 160
 MAX_NESTED_BOXES = 16
 MAX_JOINED_BOXES = 8
 GSM8K_MARK = "####"
+NEVER_EQUAL = {"", "nan", "none", "null"}  # how tables write an answer that is missing
 THINKING = "<think>"
 THINKING_END = "</think>"
 
@@ -183,8 +184,12 @@ def reference_answer(text: str) -> str:
     """Return the answer in a reference: behind ``####`` (GSM8K), in the last box, or all of it.
 
     A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
+    Empty for what equals nothing, such as the NaN that pandas writes for a missing answer.
     """
     if GSM8K_MARK in text:
-        return text.rpartition(GSM8K_MARK)[2].strip().replace(",", "")
-    box = last_box(text)
-    return (text if box is None else box).strip()
+        found = text.rpartition(GSM8K_MARK)[2].replace(",", "")
+    else:
+        box = last_box(text)
+        found = text if box is None else box
+    found = found.strip()
+    return "" if found.lower() in NEVER_EQUAL else found

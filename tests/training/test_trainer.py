@@ -24,7 +24,7 @@ from rlkv.rollout.base import Rows, completion_text
 from rlkv.rollout.hf import GatedHFEngine
 from rlkv.training import grpo
 from rlkv.training.trainer import RLKVTrainer, verifier_reward
-from rlkv.utils.files import read_log
+from rlkv.utils.files import read_log, write_jsonl
 from tests.helpers import engine_run, random_run
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
@@ -230,7 +230,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
                 random_run.run(tmp_path / "run")
     with pytest.raises(ValueError, match="steps_per_generation=1 makes several"):
         random_run.run(tmp_path / "run", ["--steps-per-generation", "1"])
-    random_run.write_curriculum(tmp_path / "curriculum.jsonl", number=3)
+    curriculum = tmp_path / "curriculum.jsonl"
+    for answer in (math.nan, "None"):  # of a row without an answer, as pandas writes it
+        rows = [{"problem": "p", "answer": 7}, {"problem": "p", "answer": answer}]
+        write_jsonl(curriculum, rows)
+        with pytest.raises(ValueError, match="row 2 has no answer"):
+            random_run.run(tmp_path / "run")
+    random_run.write_curriculum(curriculum, number=3)
     with pytest.raises(ValueError, match=r"3 problems.*prompts_per_step"):
         random_run.run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
