@@ -35,6 +35,7 @@ _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IG
 _HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
 _FORMULA = re.compile(r"(\$\$?|\\\(|\\\[)(.*?)(\$\$?|\\\)|\\\])", re.DOTALL)
+_DIGIT_GROUP = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _REASON = re.compile(r"\n|(?<!\\)[.!](?:\s|$)|,?\s(?:which|because|since|where|as)\s|I hope")
 
 
@@ -183,11 +184,13 @@ def extract_answer(output: str) -> str | None:
 def reference_answer(text: str) -> str:
     """Return the answer in a reference: behind ``####`` (GSM8K), in the last box, or all of it.
 
+    Behind ``####`` is the rest of the last line; elsewhere it is a heading of Markdown.
     A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
     Empty for what equals nothing, such as the NaN that pandas writes for a missing answer.
     """
-    if GSM8K_MARK in text:
-        found = text.rpartition(GSM8K_MARK)[2].replace(",", "")
+    _, mark, last = text.rstrip().rpartition(GSM8K_MARK)
+    if mark and "\n" not in last.strip():
+        found = _DIGIT_GROUP.sub("", last)
     else:
         box = last_box(text)
         found = text if box is None else box

@@ -111,12 +111,15 @@ def test_kind(verifier: Verifier, kind: str) -> None:
 def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
     solution = "24 in each, so 3*24=<<3*24=72>>72.\n#### "
     right = [("0", 0), ("7", 7.0), ("1e-07", 1e-7), ("72", solution + "72"), ("1250", "#### 1,250")]
+    right += [("3, 5", solution + "3, 5"), ("(1,2)", "#### (1, 2)"), ("1234567", "#### 1,234,567")]
+    right += [("5", "#### Step 1\nAdd.\n#### Step 2\nSo $\\boxed{5}$.")]
     wrong = [
         ("1", True),
         ("True", True),
         ("0", False),
         ("inf", float("inf")),
         ("24", solution + "72"),
+        ("35", solution + "3, 5"),
     ]
     wrong += [("5", "####"), ("null", None), ("nan", float("nan"))]
     verdicts = verifier.are_correct((rf"\boxed{{{text}}}", gold) for text, gold in right + wrong)
