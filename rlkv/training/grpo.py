@@ -197,9 +197,9 @@ def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Data
             f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
         )
     parts = curriculum.train_test_split(test_size=number, seed=args.seed)
-    held = parts["test"].to_list()
-    # a curriculum may have a problem twice
-    others = [at for at, row in enumerate(parts["train"].to_list()) if row not in held]
+    held = list(parts["test"]["prompt"])
+    # a curriculum may have a problem twice, also with its answer in two forms
+    others = [at for at, prompt in enumerate(parts["train"]["prompt"]) if prompt not in held]
     return parts["train"].select(others), parts["test"]
 
 

@@ -148,16 +148,19 @@ def test_figures_are_those_of_greedy_decoding_and_training_does_not_notice(tmp_p
 
 
 def test_problems_that_are_held_out_are_not_trained_on() -> None:
-    rows = Dataset.from_list([{"answer": str(number)} for number in range(10)])
+    drawn = [{"prompt": f"p {number}", "answer": str(number)} for number in range(10)]
+    rows = Dataset.from_list(drawn)
     args = SimpleNamespace(seed=1, world_size=2)
     trained, held = hold_out(rows, 4, args)
     assert held is not None
     assert sorted([*trained["answer"], *held["answer"]]) == sorted(rows["answer"])
     assert len(held) == 4
     assert hold_out(rows, 0, args) == (rows, None)
-    trained, held = hold_out(concatenate_datasets([rows, rows]), 4, args)
-    assert held is not None
-    assert not set(trained["answer"]) & set(held["answer"])
+    again = Dataset.from_list([row | {"answer": f"{row['answer']}.0"} for row in drawn])
+    for copies in (rows, again):
+        trained, held = hold_out(concatenate_datasets([rows, copies]), 4, args)
+        assert held is not None
+        assert not set(trained["prompt"]) & set(held["prompt"])
     for number, reason in ((10, "leaves none"), (3, "not a multiple of the 2 processes")):
         with pytest.raises(ValueError, match=reason):
             hold_out(rows, number, args)
