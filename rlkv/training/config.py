@@ -288,6 +288,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("neftune_noise_alpha", None, _OBJECTIVE),
     ("data_seed", None, "all draws follow the option seed"),
     ("train_sampling_strategy", "random", "problems are drawn at random: see shuffle_dataset"),
+    ("remove_unused_columns", False, "the answers are a column that only the reward reads"),
     ("trust_remote_code", False, "no code from a repository is run"),
     ("resume_from_checkpoint", None, "the same command resumes from its output_dir"),
     ("save_only_model ignore_data_skip", False, "a resumed run goes on as if never stopped"),

@@ -112,6 +112,7 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--beta 0.1", "l1_beta"),
         ("--loss-type dapo", "loss_type"),
         ("--train-sampling-strategy sequential", "train_sampling_strategy must be random"),
+        ("--remove-unused-columns", "remove_unused_columns must be False"),
         ("--use-transformers-continuous-batching", "continuous_batching"),
         ("--use-vllm", "use_vllm"),
         ("--report-to wandb", "option wandb"),
