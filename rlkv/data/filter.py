@@ -47,6 +47,7 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, hardware_line, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
+from rlkv.verifier.extraction import opening
 from rlkv.vllm.plugin import check_version, check_vllm_options, choose_engine
 
 # every loaded problem ends in exactly one of these
@@ -306,7 +307,9 @@ def decode_outputs(
     for i, completion in stream:
         ids = completion.token_ids
         ended = completion.finish_reason == "stop"
+        mark = opening(prompts[fitting[i]])
         yield {
+            **({"opened": mark} if mark else {}),
             "index": fitting[i],
             "status": "truncated" if completion.finish_reason == "length" else "",
             # special tokens inside it (gpt-oss's channels) too: finders read the text again
@@ -334,14 +337,21 @@ def read_outputs(
 
 
 def judge(rows: list[Row], problems: list[Problem], verifier: Verifier) -> None:
-    """Set the status of the rows that have none."""
-    undecided = [row for row in rows if not row["status"]]
-    pairs = [(row["output"], problems[row["index"]].answer) for row in undecided]
-    for row, is_correct in zip(undecided, verifier.are_correct(pairs), strict=True):
+    """Set the status of the rows that have none, and drop the marks of thoughts they opened."""
+    undecided = []
+    texts = []
+    for row in rows:
+        mark = row.pop("opened", "")
+        if not row["status"]:
+            undecided.append(row)
+            texts.append(mark + row["output"])
+    answers = [problems[row["index"]].answer for row in undecided]
+    verdicts = verifier.are_correct(zip(texts, answers, strict=True))
+    for row, text, is_correct in zip(undecided, texts, verdicts, strict=True):
         if is_correct:
             row["status"] = "correct"
         else:
-            row["status"] = "wrong" if extract_answer(row["output"]) else "unparsable"
+            row["status"] = "wrong" if extract_answer(text) else "unparsable"
 
 
 # --- the job

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,19 @@ from rlkv.data.curriculum import COLUMNS, CURRICULUM, curriculum_folder
 from rlkv.data.filter import (
     FilterConfig,
     decode_outputs,
+    judge,
     parse_shard,
     run_filter,
     sized_and_announced,
 )
-from rlkv.data.problems import other_models, read_curriculum
+from rlkv.data.problems import Problem, other_models, read_curriculum
 from rlkv.models.shape import PUBLISHED, short_name
 from rlkv.rollout.base import Completion, FinishReason, RolloutEngine
 from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
 from rlkv.training.solutions import read_traces
 from rlkv.utils.files import read_log
+from rlkv.verifier import Verifier
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.programs import run_program
@@ -349,6 +352,23 @@ def test_finders_read_the_special_tokens_of_an_output(
     path = write(tmp_path / "c.jsonl", [{"problem": "p", "answer": "7", "output": row["output"]}])
     (trace,) = read_traces(path, tokenizer, "plain")
     assert [trace.ids[at] for at in trace.answers] == [*ids, tokenizer.eos_token_id]
+
+
+def test_an_output_that_ends_within_thoughts_is_judged_as_in_training() -> None:
+    """The prompt opens the thoughts; a box in the middle of them is no answer."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    statuses = []
+    boxed = "Therefore, the final answer is: $\\boxed{ 7 }$. I hope it is correct"
+    for said in (boxed, f"a b </think> {boxed}"):
+        ids = tokenizer(said, add_special_tokens=False).input_ids
+        engine = Recorded(tokenizer, Completion([*ids, tokenizer.eos_token_id], said, "stop"))
+        rows = list(decode_outputs(engine, {0: "3 + 4 <think>"}, 50, 50))
+        with closing(Verifier(1)) as verifier:
+            judge(rows, [Problem("p", "7")], verifier)
+        assert rows[0].keys() == {"index", "status", "output", "output_tokens"}
+        statuses.append(rows[0]["status"])
+    assert statuses == ["unparsable", "correct"]
 
 
 # --- the command
