@@ -178,6 +178,14 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
 def _unsupported_cache(engine: Any, quantised: tuple[str, ...]) -> Iterator[str]:
     """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones."""
     found = engine.cache_config.cache_dtype
+    # layers of the engine take it for "auto" when they are built, and note "fp8" as if it was asked
+    if getattr(engine.quant_config, "kv_cache_scheme", None) and found in ("auto", "fp8"):
+        if not quantised:
+            yield (
+                "a checkpoint whose quantization_config has a kv_cache_scheme, which asks for an "
+                "FP8 cache: use mode 'keep', or a checkpoint without one"
+            )
+        return
     # the CPU kernels read another plain type than the model's as if it were that
     if found not in ("auto", str(engine.model_config.dtype).removeprefix("torch."), *quantised):
         use = f"use one of {', '.join(quantised)}, or auto"

@@ -137,6 +137,18 @@ def test_what_mode_keep_refuses(setting: str, value: Any, message: str) -> None:
         check_engine(fake_engine(**{setting: value}), KEEPING)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])  # as asked for, and as the layers note it
+def test_a_checkpoint_that_asks_for_a_cache_in_fp8(dtype: str) -> None:
+    quantised = SimpleNamespace(
+        get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
+    )
+    config = fake_engine(quant_config=quantised, cache_config__cache_dtype=dtype)
+    assert check_engine(config, KEEPING) is None
+    for feature in (REALLOCATION, ROLLOUT):
+        with pytest.raises(ValueError, match=f"{feature} does not work with.*kv_cache_scheme"):
+            check_engine(config, feature)
+
+
 def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
     for setting, value in (
         ("speculative_config", SimpleNamespace(method="ngram")),
