@@ -53,7 +53,7 @@ NOTE = (
     "Medians over the rounds, in brackets the least and the greatest; tokens of prompts and "
     "outputs. A mode and the stock engine are in one process and take steps by turns; the seconds "
     "of each are those of its own steps. Theory: 1 / ((1-s) + s K/L) with the mean length L and "
-    "room for K entries, S+W or budget and buffer, where memory is the limit."
+    "room for K entries, S+W or budget and buffer, where memory is the limit; in mode keep K is L."
 )
 
 
@@ -304,6 +304,8 @@ def summarize(config: ServingConfig, modes: list[Mode], runs: list[dict[str, Any
         if mode.sparsity is not None:
             sparsity = HeadAllocation.from_gates(gates, mode.sparsity).sparsity
             kept = config.budget + config.buffer if mode.eviction else config.sink + config.window
+            if mode.way == "keep":
+                kept = length  # it saves reads, and no room in the pool
             row["theory"] = theoretical_speedup(sparsity, kept, length)
         rows.append(row)
     return rows

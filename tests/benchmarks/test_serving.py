@@ -121,6 +121,14 @@ def test_runs_are_compared_with_the_full_cache_beside_them() -> None:
     assert half["theory"] == pytest.approx(1 / (0.5 + 0.5 * 32 / 55))
 
 
+def test_mode_keep_has_room_for_no_more_requests() -> None:
+    keep = Mode(0.5, way="keep")
+    runs = []
+    for mode in (Mode(), keep):
+        runs.append({"beside": keep.name, "mode": mode.name, "tokens_per_second": 9, "steps": 30})
+    assert summarize(TINY, [keep], runs)[0]["theory"] == 1
+
+
 def test_the_command_runs_each_mode_beside_the_stock_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
