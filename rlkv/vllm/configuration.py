@@ -13,10 +13,12 @@ from rlkv.models.layout import Layout
 from rlkv.vllm.settings import (
     ARCHITECTURES,
     DRAFTING,
+    FULL,
     KEEP,
     KEEPING,
     KEY,
     LEARNED_SINKS,
+    LOSSLESS,
     REALLOCATION,
     ROLLOUT,
     SERVED,
@@ -313,6 +315,25 @@ def refuse_beams(engine: Any) -> None:
             "rlkv: beam search does not work with prefill 'full' or a protected prompt, because "
             "the engine reads the text so far as a new prompt at every step: use prefill 'local' "
             "without protect_prompt, or sample"
+        )
+
+
+def refuse_streams(engine: Any) -> None:
+    """Raise ``ValueError`` if what compressible heads keep does not suit a prompt that grows.
+
+    The engine takes each part of a streamed input, and what it wrote before, for one longer prompt.
+    """
+    config = engine.vllm_config.additional_config
+    request = config.get(KEY) if isinstance(config, Mapping) else None
+    if not request or request.get("mode") == LOSSLESS:
+        return
+    # asynchronous scheduling takes the last token back after its step
+    goes_back = request.get("eviction") and engine.vllm_config.scheduler_config.async_scheduling
+    if request.get("prefill") == FULL or request.get("protect_prompt") or goes_back:
+        raise ValueError(
+            "rlkv: streamed inputs do not work with prefill 'full', a protected prompt, or "
+            "eviction and asynchronous scheduling, because the prompt grows after some of it was "
+            "given up: send whole prompts"
         )
 
 

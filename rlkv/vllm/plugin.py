@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import AsyncGenerator
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -49,6 +50,7 @@ def _prepare_every_config() -> None:
 
             publish(sparsity)
             _check_beams()
+            _check_streams()
 
     prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = prepared
@@ -75,6 +77,33 @@ def _check_beams() -> None:
 
         checked.checked_by_rlkv = True  # type: ignore[attr-defined]
         kind.beam_search = checked
+
+
+def _check_streams() -> None:
+    """Have the engines of this process refuse streamed inputs where prompts may not grow.
+
+    In the engine's own process it would end all requests.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rlkv.vllm.configuration import refuse_streams
+
+    stock: Any = AsyncLLM.add_request
+    if getattr(stock, "checked_by_rlkv", False):
+        return
+
+    @wraps(stock)
+    async def checked(self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
+        if isinstance(prompt, AsyncGenerator):
+            try:
+                refuse_streams(self)
+            except ValueError as error:  # which the engine would hand on without its words
+                raise VLLMValidationError(str(error)) from None
+        return await stock(self, request_id, prompt, *args, **kw)
+
+    checked.checked_by_rlkv = True  # type: ignore[attr-defined]
+    AsyncLLM.add_request = checked
 
 
 def installed_version() -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +296,43 @@ def test_beam_search_needs_prompts_that_are_read_locally(llama: Served) -> None:
     for request in (None, {"prefill": "local", "protect_prompt": False}, {"prefill": "local"}):
         config = SimpleNamespace(additional_config={"rlkv": request})
         refuse_beams(SimpleNamespace(vllm_config=config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, False),
+        ({"prefill": "full"}, True),
+        ({"protect_prompt": True}, True),
+        ({"protect_prompt": True, "mode": "keep"}, True),
+        ({"protect_prompt": True, "mode": "lossless"}, False),
+        ({"eviction": RKV}, False),
+        ({"eviction": RKV, "asynchronous": True}, True),
+    ],
+)
+def test_prompts_that_may_not_grow(changes: dict[str, Any], refused: bool) -> None:
+    """As the engine's own method for requests, of streamed inputs and of whole ones."""
+    pytest.importorskip("vllm")
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rlkv.vllm.plugin import _check_streams
+
+    async def parts() -> AsyncIterator[Any]:
+        yield {"prompt_token_ids": [3, 4, 5]}
+
+    _check_streams()
+    config = SimpleNamespace(
+        additional_config={"rlkv": {"prefill": "local", **changes}},
+        scheduler_config=SimpleNamespace(async_scheduling="asynchronous" in changes),
+    )
+    asked = SimpleNamespace(vllm_config=config)  # the stock method asks for errored first
+    streamed = AsyncLLM.add_request(asked, "0", parts(), None)
+    message = "streamed inputs do not work with" if refused else "no attribute 'errored'"
+    with pytest.raises(VLLMValidationError if refused else AttributeError, match=message):
+        asyncio.run(streamed)
+    with pytest.raises(AttributeError, match="no attribute 'errored'"):
+        asyncio.run(AsyncLLM.add_request(asked, "0", [3, 4, 5], None))
 
 
 # in the place of the request's gates

@@ -75,6 +75,7 @@ CALLS = {
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "uniform_type_base_spec",
     "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search": "self",
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search": "self",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request": "request_id prompt",
     "vllm.v1.engine.llm_engine:LLMEngine.add_request": "request_id prompt params",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": "self",
