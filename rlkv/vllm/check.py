@@ -238,7 +238,7 @@ def rows_of_reads(reads: list[Reads], prompts: list[slice], slots: Tensor) -> It
 _current: list[ReachabilityCheck] = []  # of this process: none or one
 
 
-def start_check(settings: ServingSettings) -> ReachabilityCheck | None:
+def start_check(settings: ServingSettings, vllm_config: Any) -> ReachabilityCheck | None:
     """Return the check of an engine that is about to load its model; None: it was not asked for.
 
     Raises:
@@ -250,6 +250,11 @@ def start_check(settings: ServingSettings) -> ReachabilityCheck | None:
         raise ValueError(
             f"rlkv: {CHECK} does not know what an eviction policy has kept: leave one of the "
             "two out"
+        )
+    if vllm_config.model_config.enable_prompt_embeds:  # the runner hands the model no tokens then
+        raise ValueError(
+            f"rlkv: {CHECK} compares tokens, which prompts of embeddings do not have: leave it or "
+            "--enable-prompt-embeds out"
         )
     if not current_platform.is_cpu():
         raise ValueError(f"rlkv: {CHECK} runs on the CPU build of vLLM alone: leave it out")

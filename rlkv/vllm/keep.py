@@ -167,7 +167,7 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
     """
     settings = resolve_settings(vllm_config)
     check_engine(vllm_config, settings.feature)
-    check = start_check(settings)
+    check = start_check(settings, vllm_config)
     layers = gated_layers(model, vllm_config)
     check_layers([layer.attn for layer in layers], settings.feature)
     full = int(settings.full_LH.sum())

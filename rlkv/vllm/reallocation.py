@@ -320,7 +320,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     """
     check_engine(vllm_config)
     settings = resolve_settings(vllm_config)
-    check = start_check(settings)
+    check = start_check(settings, vllm_config)
     gated = Layout.from_config(vllm_config.model_config.hf_config).gated
     layers = gated_layers(model, vllm_config)
     check_layers([layer.attn for layer in layers])

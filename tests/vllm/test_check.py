@@ -149,6 +149,15 @@ def test_evictions_are_refused(llama: Served) -> None:
         run(llama, eviction={"name": "rkv", "budget": 40, "buffer": 24})
 
 
+def test_prompts_of_embeddings_are_refused(llama: Served) -> None:
+    """The runner hands the model no tokens then, also of other prompts."""
+    with (
+        pytest.raises(ValueError, match=f"{CHECK} compares tokens.*--enable-prompt-embeds out"),
+        engine(llama, llama.request(0.6), enable_prompt_embeds=True) as llm,
+    ):
+        generate(llm, PROMPTS[:1], 3)
+
+
 def test_a_cache_in_fp8(llama: Served) -> None:
     """Sets are compared; outputs are of rounded keys and values, which float64 ones are not."""
     with engine(llama, llama.request(0.6, mode="keep"), kv_cache_dtype="fp8") as llm:
