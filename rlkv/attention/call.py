@@ -180,6 +180,23 @@ def local_rule(rows: Rows, sink: int, window: int) -> Callable[[Any, Any, Any, A
     return visible
 
 
+def is_plain_causal(call: dict[str, Any]) -> bool:
+    """Return whether the arguments of a mask function describe plain causal attention.
+
+    Models with images (Gemma 3) let the tokens of one image see each other.  Of a text without
+    images their mask function is another one, and the mask is that of causal attention.
+    """
+    if call["mask_function"] is causal_mask_function:
+        return True
+    # a sliding window, which may be longer than the text; that of Gemma 3 has no size here
+    if call.get("local_size") is not None or call.get("use_vmap"):
+        return False
+    found = sdpa_mask(**{**call, "allow_is_causal_skip": False})
+    plain = {"mask_function": causal_mask_function, "allow_is_causal_skip": False}
+    expected = sdpa_mask(**{**call, **plain})
+    return found is not None and expected is not None and torch.equal(found, expected)
+
+
 class StockMask(Unread):
     """A mask of full attention, which layers that stay as they are take in the form of ``sdpa``.
 
@@ -314,6 +331,6 @@ def mixed_mask(
         kv_length=kv_length,
         q_offset=q_offset,
         padding_BK=padding,
-        causal=kwargs["mask_function"] is causal_mask_function,
+        causal=is_plain_causal(stock_mask.keywords),
         make_stock_mask=stock_mask,
     )

@@ -123,7 +123,8 @@ def mixed_attention(
     gate: Gate | None = holder.current() if holder is not None else None
     is_ours = isinstance(attention_mask, MixedCall)
     if gate is None:
-        heeded = OF_SDPA if is_ours else OF_MASKED_SDPA
+        is_causal = is_ours and attention_mask.causal
+        heeded = OF_SDPA if is_causal else OF_MASKED_SDPA
         refuse_variants(kwargs, "a model with head gates", also=heeded)
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs

@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from rlkv.attention.call import OF_MASKED_SDPA, OF_SDPA, StockMask, Unread, refuse_variants
+from rlkv.attention.call import (
+    OF_MASKED_SDPA,
+    OF_SDPA,
+    StockMask,
+    Unread,
+    is_plain_causal,
+    refuse_variants,
+)
 from rlkv.attention.mixed import plain_attention
 from rlkv.attention.softmax import Softmax
 from rlkv.cache.plan import CacheState, CallLayout, JoinLayout
@@ -338,7 +345,7 @@ def realloc_mask(**call: Any) -> Any:
 
     Masks of sliding-window layers are made as for sdpa.
     """
-    if call["mask_function"] is not causal_mask_function:
+    if not is_plain_causal(call):
         return sdpa_mask(**call)
     return CachedCall(
         call["attention_mask"],

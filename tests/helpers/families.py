@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family("sssssf"),
     "gemma4_text": Family("sssssf"),
     "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text"),
-    "gemma4_unified": _refused("sssssf", "image or prefix masks", "with images"),
+    "gemma4_unified": Family("sssssf"),
     "gemma4_unified_text": Family("sssssf"),
     "gpt_oss": Family("sf"),
     "granite_swa": Family("fs"),
@@ -259,9 +259,7 @@ SAID = {
     _TOUCHED: "modules compute with the cached states",
     "4 KV heads, but gates for 2": "other KV heads than its config says",
     "compute with the attention mask": "modules compute with the mask",
-    "image or prefix masks": "image or prefix masks",
     "position_bias": "position biases",
-    "with images": "image or prefix masks",
 }
 
 

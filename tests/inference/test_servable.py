@@ -191,6 +191,28 @@ def test_copies_of_a_cache_branch_the_text_and_do_not_hold_the_model(
             assert torch.equal(model.generate(more, past_key_values=branch, **turn), text)
 
 
+@pytest.mark.parametrize("length", [4, 20], ids=["within the window", "beyond the window"])
+def test_texts_of_a_processor_without_images(length: int) -> None:
+    """Gemma 3's processor marks the kind of each token, so its masks are not the plain ones."""
+    model = make_family("gemma3")
+    assert 4 < model.config.get_text_config().sliding_window < 20
+    kinds = torch.zeros(2, length, dtype=torch.long)
+    inputs = {"input_ids": IDS[:, :length], "attention_mask": torch.ones_like(kinds)}
+    inputs["attention_mask"][1, :2] = 0
+    inputs["token_type_ids"] = kinds
+    expected = model.generate(**inputs, **GREEDY)
+    with rlkv.compress(model, HeadAllocation(torch.ones(6, 2) > 0)):
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+        kinds[:, 1:3] = 1  # an image
+        with pytest.raises(ValueError, match="or with images"):
+            model.generate(**inputs, **GREEDY)
+    gated = peft.get_peft_model(model, HeadGateConfig(sink=1, window=3)).eval()
+    with pytest.raises(ValueError, match="no image or prefix masks"):
+        gated.generate(**inputs, **GREEDY)
+    kinds.zero_()
+    assert torch.equal(gated.generate(**inputs, **GREEDY), expected)
+
+
 def test_layers_whose_keys_others_read_stay_as_they_are() -> None:
     """Layer 3 is the last with full attention and keys of its own: layer 5 reads them."""
     model = make_family("gemma4_shared")
