@@ -78,6 +78,7 @@ class Unread:
     """
 
     what: ClassVar[str]
+    rule: ClassVar[str] = ""  # a likelier mistake than the model, with which the sentence begins
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):  # Python's own protocols, such as copying
@@ -91,7 +92,7 @@ class Unread:
     @classmethod
     def _refuse(cls, operation: str) -> NoReturn:
         raise ValueError(
-            f"the attention modules of this model compute with the {cls.what} themselves "
+            f"{cls.rule}the attention modules of this model compute with the {cls.what} themselves "
             f"({operation}) before they call the attention function, so its heads cannot be served "
             "or gated one by one: use a model that hands them on unchanged, such as Llama, Qwen or "
             "Mistral"

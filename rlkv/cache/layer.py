@@ -43,6 +43,10 @@ class NewStates(Unread):
     layer: ReallocationLayer
     states: Tensor  # [B, H, n, D], the new tokens only
     what: ClassVar[str] = "keys and values that the cache returns"
+    rule: ClassVar[str] = (
+        "a cache of compress(...) is continued inside it alone, with the attention that it sets; "
+        "if this call is inside, "
+    )
 
 
 class ReallocationLayer(CacheLayerMixin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -429,6 +430,21 @@ def test_planned_lengths_need_a_policy_that_counts_them(llama: PreTrainedModel) 
         pytest.raises(ValueError, match=r"rlkv_tables.*counts the tokens that were read"),
     ):
         session.new_cache(planned=torch.tensor([45]))
+
+
+def test_a_cache_is_continued_inside_alone(llama: PreTrainedModel) -> None:
+    """Outside the model is not at fault, and a later call inside goes on."""
+    more = prompt(length=3)
+    with rlkv.compress(llama, MIXED) as session, torch.no_grad():
+        llama(prompt())
+    cache = session.cache
+    before = copy.deepcopy(cache)
+    outside = r"^a cache of compress\(\.\.\.\) is continued inside it alone"
+    with pytest.raises(ValueError, match=outside), torch.no_grad():
+        llama(more, past_key_values=cache)
+    with rlkv.compress(llama, MIXED), torch.no_grad():
+        found = llama(more, past_key_values=cache).logits
+        assert torch.equal(found, llama(more, past_key_values=before).logits)
 
 
 def test_a_model_in_training_is_refused() -> None:
