@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 
 from rlkv.attention.mixed import PLAIN
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
@@ -205,6 +205,29 @@ def check_generation(config: Any, mode: GenerationMode) -> None:
             raise ValueError(sentence)
 
 
+def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None:
+    """Raise ValueError for a text in the middle of which ``generate`` drops its cache.
+
+    That of Phi-3 does once, in the step that reads the first token after
+    ``original_max_position_embeddings``, and goes on with this token alone.
+
+    Args:
+        held: tokens in the cache.
+        tokens: of the text so far.
+        limit: tokens that are read at most.
+    """
+    last = getattr(model.config, "original_max_position_embeddings", None)
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    if last is None or prepare is GenerationMixin.prepare_inputs_for_generation:
+        return
+    if (held or tokens) <= last < limit:
+        raise ValueError(
+            f"generate of {model.config.model_type} drops its cache after {last} tokens "
+            f"(original_max_position_embeddings), and this text may have {limit + 1}: end it "
+            "earlier, by max_new_tokens"
+        )
+
+
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
     """Raise ValueError in the place of a model's methods for continuous batching."""
     raise ValueError(
@@ -222,7 +245,7 @@ class CompressedSession:
     ``allocation`` says which heads are full; ``cache`` is the cache of the latest call of
     ``generate`` or of the model, with ``cache.nbytes()`` held against ``cache.full_nbytes()``.
     With ``record=True`` ``cache.kept`` lists what each eviction kept, and ``cache.held(row)`` says
-    which tokens each head holds.
+    which tokens each head holds.  With ``own_loop`` it is not ``generate`` that decodes.
     """
 
     allocation: HeadAllocation
@@ -230,6 +253,7 @@ class CompressedSession:
     record: bool = False
     default_layers: Callable[[], dict[int, Any]] = dict
     cache: HeadReallocationCache | None = None
+    own_loop: bool = False
 
     def new_cache(
         self, limit: int | None = None, planned: torch.Tensor | None = None
@@ -481,6 +505,10 @@ def _cache_preparation(model: Any, session: CompressedSession) -> Any:
         check_generation(generation_config, generation_mode)
         given = model_kwargs.get(name)
         cache = session.new_cache() if given is None else session.check(given)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not session.own_loop:
+            held = cache.get_seq_length()
+            refuse_dropped_cache(model, held, mask.shape[-1], max_cache_length)
         cache.state.limit = max_cache_length
         session.cache = cache  # read by nobody here: another thread may exchange it
         if given is None:

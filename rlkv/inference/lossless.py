@@ -131,6 +131,7 @@ def generate_lossless(
         )
     sizes: Any = {"sink": sink, "window": window, "protect_prompt": protect_prompt}
     with compress(base, gates, sparsity, scope=scope, **sizes) as session:
+        session.own_loop = True
 
         def decode(model: Any, input_ids: Tensor, **arguments: Any) -> LosslessOutput:
             # generate leaves the streamer out

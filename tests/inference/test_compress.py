@@ -432,6 +432,23 @@ def test_planned_lengths_need_a_policy_that_counts_them(llama: PreTrainedModel) 
         session.new_cache(planned=torch.tensor([45]))
 
 
+def test_generate_of_phi3_drops_its_cache() -> None:
+    model = make_tiny_model("phi3", original_max_position_embeddings=32)
+    expected = model.generate(prompt(length=28), do_sample=False, max_new_tokens=5)
+    long = model.generate(prompt(length=40), do_sample=False, max_new_tokens=5)
+    with rlkv.compress(model, ALL_FULL) as session:
+        with pytest.raises(ValueError, match=r"drops its cache after 32 tokens .* may have 34"):
+            model.generate(prompt(length=28), do_sample=False, max_new_tokens=6)
+        found = model.generate(prompt(length=28), do_sample=False, max_new_tokens=5)
+        assert torch.equal(found, expected)
+        again = {"past_key_values": session.cache, "max_new_tokens": 5}
+        with pytest.raises(ValueError, match="drops its cache after 32 tokens"):
+            model.generate(prompt(length=40), do_sample=False, **again)
+        # a prompt beyond it is read at once
+        found = model.generate(prompt(length=40), do_sample=False, max_new_tokens=5)
+        assert torch.equal(found, long)
+
+
 def test_a_cache_is_continued_inside_alone(llama: PreTrainedModel) -> None:
     """Outside the model is not at fault, and a later call inside goes on."""
     more = prompt(length=3)
