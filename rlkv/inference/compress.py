@@ -62,7 +62,12 @@ def check_servable(model: Any) -> Layout:
     Raises:
         ValueError: if the model is compressed already or cannot be served.
     """
-    config = model.config
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "_attn_implementation"):
+        raise ValueError(
+            f"the model is a {type(model).__name__}: pass a transformers model, such as "
+            "AutoModelForCausalLM.from_pretrained(...) or the first of rlkv.tiny.load()"
+        )
     if config._attn_implementation == IMPLEMENTATION:
         raise ValueError(
             "this model is compressed already: leave the first compress(...) before entering "

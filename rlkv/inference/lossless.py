@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from rlkv.cache.lossless import LosslessCache
-from rlkv.inference.compress import CompressedSession, Gates, compress
-from rlkv.models.layout import Layout
+from rlkv.inference.compress import CompressedSession, Gates, check_servable, compress
 from rlkv.models.loading import cache_argument
 from rlkv.utils.numbers import check_whole
 
@@ -123,7 +122,7 @@ def generate_lossless(
             raise ValueError(f"generate_lossless does not take {name}: {reason}")
     if gates is None:
         raise ValueError("gates is None: pass gates, which say which heads draft with little")
-    layout = Layout.from_config(base.config)
+    layout = check_servable(base)
     if not layout.is_plain:
         raise ValueError(
             f"{layout.model_type} has {layout.describe()}: generate_lossless takes drafted tokens "

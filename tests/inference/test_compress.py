@@ -432,6 +432,15 @@ def test_planned_lengths_need_a_policy_that_counts_them(llama: PreTrainedModel) 
         session.new_cache(planned=torch.tensor([45]))
 
 
+@pytest.mark.parametrize("model", ["tiny", (make_tiny_model("llama"), None), torch.nn.Linear(2, 2)])
+def test_what_is_not_a_model(model: Any) -> None:
+    sentence = f"the model is a {type(model).__name__}: pass a transformers model"
+    with pytest.raises(ValueError, match=sentence), rlkv.compress(model, MIXED):
+        pass
+    with pytest.raises(ValueError, match=sentence):
+        rlkv.generate_lossless(model, prompt(), MIXED)
+
+
 def test_generate_of_phi3_drops_its_cache() -> None:
     model = make_tiny_model("phi3", original_max_position_embeddings=32)
     expected = model.generate(prompt(length=28), do_sample=False, max_new_tokens=5)
