@@ -45,6 +45,7 @@ from rlkv.models.loading import (
     refuse_own_cache,
     try_forward,
 )
+from rlkv.models.shape import max_positions
 from rlkv.utils.devices import leave_cudnn_out
 from rlkv.utils.runtime import shadow
 
@@ -449,6 +450,7 @@ def compress(
     settings = CacheSettings(prefill=prefill, **given).with_policy(eviction, evict_from)
     allocation = resolve_allocation(base, gates, sparsity, scope)
     settings.check_heads(allocation.num_full)
+    settings.check_positions(max_positions(base.config))
     if eviction is not None:
         warn_without_rope(base)
     stock = [number for number, layer in enumerate(layout.layers) if layer.kind != FULL]
