@@ -63,7 +63,7 @@ def check_servable(model: Any) -> Layout:
     Raises:
         ValueError: if the model is compressed already or cannot be served.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or not hasattr(config, "_attn_implementation"):
         raise ValueError(
             f"the model is a {type(model).__name__}: pass a transformers model, such as "
