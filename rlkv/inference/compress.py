@@ -533,6 +533,11 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
     name = cache_argument()
 
     def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module is not decoder:
+            raise ValueError(
+                "this model is a copy that was made inside compress(...), whose end does not reach "
+                "it: copy the model outside"
+            )
         if module.training:
             raise ValueError("compress(...) is for inference: call model.eval() first")
         # all by keyword: transformers' wrappers add keywords that must not meet positions

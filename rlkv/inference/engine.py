@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
 from rlkv.models.prompts import fill_template, render_prompt
-from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
+from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, completion_text
 from rlkv.rollout.decoding import StopRule
 from rlkv.rollout.hf import HFEngine
 
@@ -49,7 +51,8 @@ class _TextStream(TextStreamer):
     """Hands whole words to a callback, as soon as they are decoded."""
 
     def __init__(self, tokenizer: Any, on_text: OnText) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
+        reader: Any = SimpleNamespace(decode=partial(completion_text, tokenizer))
+        super().__init__(reader)
         self.on_text = on_text
 
     def on_token(self, index: int, token: int) -> None:
@@ -117,9 +120,15 @@ class InferenceEngine(HFEngine):
             full: decode with the full cache instead, uncompressed.
 
         Raises:
-            ValueError: if there is nothing to complete or the text exceeds the model's positions.
+            ValueError: if there is nothing to complete, the cache holds as many tokens, or the text
+                exceeds the model's positions.
         """
         self.check_prompts([ids], sampling)
+        if cache is not None and cache.get_seq_length() >= len(ids):
+            raise ValueError(
+                f"the cache holds {cache.get_seq_length()} tokens and the text has {len(ids)}: "
+                "pass the whole text, with new tokens at its end"
+            )
         stream = None if on_text is None else _TextStream(self.tokenizer, on_text)
         with self._compressed(full), fast_decoding(self.model):
             limit = len(ids) + sampling.max_new_tokens
@@ -152,6 +161,10 @@ class InferenceEngine(HFEngine):
             planned: for each prompt the length of a text, of which the policy's ratio is taken from
                 the start.
         """
+        if planned is not None and len(planned) != len(prompts):
+            raise ValueError(
+                f"planned has {len(planned)} lengths for {len(prompts)} prompts: give one for each"
+            )
         with self._compressed(full):
             self._planned = None if full or planned is None else torch.tensor(planned)
             yield from super().stream(prompts, sampling, numbers, stop, before_change)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,7 +299,7 @@ def test_sliding_layers_are_left_alone() -> None:
         rlkv.compress(model, elsewhere),
     ):
         pass
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, decode=lambda ids, **_: str(ids))
+    tokenizer = build_tokenizer()
     heads = resolve_allocation(model, None)
     engine = InferenceEngine(model, tokenizer, heads, CacheSettings(eviction=TOVA(budget=10)))
     reply = engine.reply(ids[0].tolist(), SamplingParams(10))
@@ -472,6 +471,16 @@ def test_a_cache_is_continued_inside_alone(llama: PreTrainedModel) -> None:
     with rlkv.compress(llama, MIXED), torch.no_grad():
         found = llama(more, past_key_values=cache).logits
         assert torch.equal(found, llama(more, past_key_values=before).logits)
+
+
+def test_a_copy_made_inside_is_refused(llama: PreTrainedModel) -> None:
+    with rlkv.compress(llama, MIXED):
+        inside = copy.deepcopy(llama)
+        with pytest.raises(ValueError, match=r"copy that was made inside compress"):
+            inside(prompt())
+    with pytest.raises(ValueError, match=r"copy that was made inside compress"):
+        inside.generate(prompt(), **GREEDY)
+    assert torch.equal(llama(prompt()).logits, copy.deepcopy(llama)(prompt()).logits)
 
 
 def test_a_model_in_training_is_refused() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
-from rlkv.inference.engine import Chat, InferenceEngine
+from rlkv.inference.engine import Chat, InferenceEngine, _TextStream
 from rlkv.models.prompts import render_prompt
-from rlkv.rollout.base import SamplingParams, Usage
+from rlkv.rollout.base import SamplingParams, Usage, completion_text
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=15)
@@ -43,6 +43,20 @@ def test_streamed_single_and_batched_replies_agree(prefill: str, temperature: fl
     assert usage.tokens == sum(len(c.token_ids) for c in batched)
     assert 0 < usage.kv_bytes < usage.kv_bytes_full
     assert engine.model.config._attn_implementation == "sdpa"
+
+
+def test_the_end_of_thoughts_is_streamed_where_it_is_a_special_token() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["</think>"], special_tokens=True)
+    ids = tokenizer("a=1 </think> a=1 . <eos>", add_special_tokens=False).input_ids
+    pieces: list[str] = []
+    stream = _TextStream(tokenizer, pieces.append)
+    for token in ids:
+        stream.on_token(0, token)
+    stream.end()
+    assert "".join(pieces) == completion_text(tokenizer, ids)
+    assert "</think>" in "".join(pieces)
+    assert "<eos>" not in "".join(pieces)
 
 
 def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:
@@ -141,6 +155,17 @@ def test_a_chat_keeps_its_first_question_where_the_prompt_is_protected() -> None
     plain = make_engine().describe()
     assert engine.describe() == {**plain, "protect_prompt": True}
     assert "protect_prompt" not in plain
+
+
+def test_a_cache_and_planned_lengths_that_do_not_fit_are_refused() -> None:
+    engine = make_engine()
+    prompt = render_prompt(engine.tokenizer, QUESTIONS[0])
+    ids = engine.tokenize([prompt])[0]
+    cache = engine.reply(ids, GREEDY).cache
+    with pytest.raises(ValueError, match=r"cache holds \d+ tokens and the text has"):
+        engine.reply(ids, GREEDY, cache=cache)
+    with pytest.raises(ValueError, match=r"2 lengths for 1 prompts"):
+        next(engine.stream([prompt], GREEDY, planned=[20, 30]))
 
 
 def test_usages_add_up() -> None:
