@@ -18,6 +18,8 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
@@ -215,13 +217,16 @@ def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None
     """Raise ValueError for a text in the middle of which ``generate`` drops its cache.
 
     That of Phi-3 does once, in the step that reads the first token after
-    ``original_max_position_embeddings``, and goes on with this token alone.
+    ``original_max_position_embeddings``, and before transformers 5.20 goes on with this token
+    alone.
 
     Args:
         held: tokens in the cache.
         tokens: of the text so far.
         limit: tokens that are read at most.
     """
+    if Version(transformers.__version__) >= Version("5.20"):
+        return
     last = getattr(model.config, "original_max_position_embeddings", None)
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     if last is None or prepare is GenerationMixin.prepare_inputs_for_generation:
@@ -230,7 +235,7 @@ def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None
         raise ValueError(
             f"generate of {model.config.model_type} drops its cache after {last} tokens "
             f"(original_max_position_embeddings), and this text may have {limit + 1}: end it "
-            "earlier, by max_new_tokens"
+            "earlier, by max_new_tokens, or use transformers 5.20 or newer"
         )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 import rlkv
@@ -441,6 +443,7 @@ def test_what_is_not_a_model(model: Any) -> None:
         rlkv.generate_lossless(model, prompt(), MIXED)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.20"), reason="mended there")
 def test_generate_of_phi3_drops_its_cache() -> None:
     model = make_tiny_model("phi3", original_max_position_embeddings=32)
     expected = model.generate(prompt(length=28), do_sample=False, max_new_tokens=5)

@@ -111,7 +111,9 @@ def plain(folder: Path, full_LH: torch.Tensor) -> dict[str, float]:
     """Measure by transformers' own greedy decoding, a problem at a time."""
     rows = read_curriculum(str(folder / "curriculum.jsonl"))
     args = SimpleNamespace(seed=3, world_size=1)
-    _, held = hold_out(Dataset.from_list([{"row": row} for row in rows]), 4, args)
+    _, held = hold_out(
+        Dataset.from_list([{"row": row, "prompt": row["problem"]} for row in rows]), 4, args
+    )
     assert held is not None
     model, tokenizer = random_run.make_policy()
     gated: Any = get_peft_model(model, HeadGateConfig(sink=2, window=6)).eval()
