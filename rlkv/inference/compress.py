@@ -22,7 +22,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation import GenerationMode
 
 from rlkv.attention.mixed import PLAIN
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
@@ -227,9 +227,12 @@ def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None
     """
     if Version(transformers.__version__) >= Version("5.20"):
         return
-    last = getattr(model.config, "original_max_position_embeddings", None)
-    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
-    if last is None or prepare is GenerationMixin.prepare_inputs_for_generation:
+    name = "original_max_position_embeddings"
+    last = getattr(model.config, name, None)
+    # many models have a method of their own, and any config may have the field
+    methods = [vars(kind).get("prepare_inputs_for_generation") for kind in type(model).mro()]
+    read = [inspect.unwrap(method).__code__.co_names for method in methods if method is not None]
+    if last is None or not any(name in names for names in read):
         return
     if (held or tokens) <= last < limit:
         raise ValueError(

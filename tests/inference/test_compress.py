@@ -461,6 +461,17 @@ def test_generate_of_phi3_drops_its_cache() -> None:
         assert torch.equal(found, long)
 
 
+def test_other_models_with_the_field_of_phi3_keep_their_cache() -> None:
+    """Falcon-H1 prepares its inputs itself too, and leaves the cache alone."""
+    model = make_family("falcon_h1")
+    model.config.original_max_position_embeddings = 32
+    ids = torch.randint(3, 60, (1, 28), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **GREEDY)
+    with rlkv.compress(model, HeadAllocation(torch.ones(2, 2) > 0)):
+        assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert expected.shape[1] > 33
+
+
 def test_a_cache_is_continued_inside_alone(llama: PreTrainedModel) -> None:
     """Outside the model is not at fault, and a later call inside goes on."""
     more = prompt(length=3)
