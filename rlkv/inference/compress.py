@@ -541,7 +541,8 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
     name = cache_argument()
 
     def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module is not decoder:
+        # a replica of DataParallel lives for one call
+        if module is not decoder and not getattr(module, "_is_replica", False):
             raise ValueError(
                 "this model is a copy that was made inside compress(...), whose end does not reach "
                 "it: copy the model outside"

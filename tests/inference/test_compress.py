@@ -497,6 +497,15 @@ def test_a_copy_made_inside_is_refused(llama: PreTrainedModel) -> None:
     assert torch.equal(llama(prompt()).logits, copy.deepcopy(llama)(prompt()).logits)
 
 
+def test_replicas_of_data_parallel_are_compressed(llama: PreTrainedModel) -> None:
+    with rlkv.compress(llama, MIXED), torch.no_grad():
+        expected = llama(prompt()).logits
+        replica: Any = llama._replicate_for_data_parallel()  # as on each of several GPUs
+        replica.model = llama.model._replicate_for_data_parallel()
+        assert replica.model._is_replica
+        assert torch.equal(replica(prompt()).logits, expected)
+
+
 def test_a_model_in_training_is_refused() -> None:
     training = make_tiny_model("llama").train()
     with rlkv.compress(training, MIXED), pytest.raises(ValueError, match=r"model.eval\(\)"):
