@@ -80,7 +80,8 @@ def same_model(first: str, second: str) -> bool:
 def max_positions(config: Any) -> int:
     """Return how many positions a model of this config has; no limit if it names none.
 
-    Rotary frequencies that are scaled by YaRN reach further than those that it was trained with.
+    Rotary frequencies that are scaled reach further than those that it was trained with: by YaRN
+    from what the scaling names, in kinds "linear" and "dynamic" from ``max_position_embeddings``.
     """
     own = config.get_text_config()
     most = getattr(own, "max_position_embeddings", None) or sys.maxsize
@@ -88,6 +89,8 @@ def max_positions(config: Any) -> int:
     original = rotation.get("original_max_position_embeddings")
     if rotation.get("rope_type") == "yarn" and original:
         most = max(most, int(rotation["factor"] * original))
+    elif rotation.get("rope_type") in ("linear", "dynamic"):
+        most = max(most, int(rotation["factor"] * most))
     return most
 
 

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+import rlkv
+from rlkv import HeadAllocation
 from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
 from rlkv.models.loading import (
@@ -110,6 +112,16 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
     text.num_attention_heads = None
     with pytest.raises(ValueError, match="gpt has no attention heads"):
         ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_scaled_positions_reach_further(kind: str) -> None:
+    scaled = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    model = make_tiny_model("llama", max_position_embeddings=128, rope_parameters=scaled)
+    assert max_positions(model.config) == 512
+    none_full = HeadAllocation(torch.zeros(3, 4, dtype=torch.bool))
+    with rlkv.compress(model, none_full, sink=4, window=200), torch.no_grad():
+        assert model(torch.ones(1, 300, dtype=torch.int64)).logits.isfinite().all()
 
 
 def test_yarn_reaches_further() -> None:
