@@ -35,7 +35,8 @@ _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IG
 _HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
 _FORMULA = re.compile(r"(\$\$?|\\\(|\\\[)(.*?)(\$\$?|\\\)|\\\])", re.DOTALL)
-_DIGIT_GROUP = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+# not the first entries of a list in brackets: (1,250) is a pair
+_DIGIT_GROUPS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _REASON = re.compile(r"\n|(?<!\\)[.!](?:\s|$)|,?\s(?:which|because|since|where|as)\s|I hope")
 
 
@@ -190,7 +191,7 @@ def reference_answer(text: str) -> str:
     """
     _, mark, last = text.rstrip().rpartition(GSM8K_MARK)
     if mark and "\n" not in last.strip():
-        found = _DIGIT_GROUP.sub("", last)
+        found = _DIGIT_GROUPS.sub(lambda group: group[0].replace(",", ""), last)
     else:
         box = last_box(text)
         found = text if box is None else box
