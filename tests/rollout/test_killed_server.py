@@ -12,4 +12,4 @@ from tests.helpers.kill_server import check_killed_server
 @pytest.mark.slow
 def test_training_outlives_its_rollout_server(tmp_path: Path) -> None:
     # the training it is compared with samples by itself, and vLLM draws other tokens
-    check_killed_server(tmp_path, kills=1, steps=2, engine="hf")
+    check_killed_server(tmp_path, kills=1, steps=5, engine="hf")
