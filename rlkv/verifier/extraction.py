@@ -31,6 +31,8 @@ _FINAL = re.compile(
     r"(?:\s{1,9}(?:therefore|thus|then|simply)\b)?",
     re.IGNORECASE,
 )
+# "given to 2 decimal places" is no value that could replace a box
+_OPENS_WITH_VALUE = re.compile(r"(?:[^A-Za-z\d\\]|\b[A-Za-z]\b)*[\d\\]")
 _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
 _HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
@@ -172,7 +174,7 @@ def extract_answer(output: str) -> str | None:
     stated = _stated(text, boxes[-1].start if boxes else 0)
     if stated is None and found is None:
         stated = _last_line(text[end:])
-    if stated is not None and (found is None or re.search(r"[\d\\]", stated)):
+    if stated is not None and (found is None or _OPENS_WITH_VALUE.match(stated)):
         end = len(text)
         found = stated
     if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:

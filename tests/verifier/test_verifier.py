@@ -44,6 +44,8 @@ def _load(name: str) -> list[dict[str, Any]]:
         (r"x = 2 \\\boxed{4}", "4"),
         (r"x = 2 \\boxed{4}", "4"),
         (r"\boxed{1} The final answer is 2", "2"),
+        (r"\boxed{1} The final answer is x = 2", "x = 2"),
+        (r"\boxed{1} The final answer is given to 2 decimal places.", "1"),
         ("The final answer is: $\\frac{1}{2}$. I hope it is correct", r"\frac{1}{2}"),
         ("Thus the Final Answer is 3.5.\nBye 9", "3.5"),
         ("the final answer is \\(x+1\\), final answer is **12**", "12"),
