@@ -205,6 +205,11 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
             f"cannot reorder: serve one of {', '.join(QUANTISED)}, or a checkpoint in float32, "
             "bfloat16 or float16"
         )
+    if getattr(quantised, "kv_cache_scheme", None):
+        yield (
+            "the scales that a checkpoint with a kv_cache_scheme holds, whose heads it cannot "
+            "reorder: use mode 'keep', or a checkpoint without one"
+        )
     load_format = str(engine.load_config.load_format)
     if load_format in NOT_REORDERED:
         yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"

@@ -151,6 +151,18 @@ def test_a_checkpoint_that_asks_for_a_cache_in_fp8(dtype: str) -> None:
             check_engine(config, feature)
 
 
+def test_scales_of_a_checkpoint_whose_cache_is_plain() -> None:
+    """They lie next to the weights, which are reordered, whatever the cache holds."""
+    quantised = SimpleNamespace(
+        get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
+    )
+    config = fake_engine(quant_config=quantised, cache_config__cache_dtype="float32")
+    for feature in (KEEPING, ROLLOUT):
+        assert check_engine(config, feature) is None
+    with pytest.raises(ValueError, match="scales that a checkpoint with a kv_cache_scheme holds"):
+        check_engine(config, REALLOCATION)
+
+
 def test_mode_keep_takes_what_blocks_of_its_own_would_not() -> None:
     for setting, value in (
         ("speculative_config", SimpleNamespace(method="ngram")),
