@@ -213,28 +213,32 @@ def check_generation(config: Any, mode: GenerationMode) -> None:
             raise ValueError(sentence)
 
 
-def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None:
-    """Raise ValueError for a text in the middle of which ``generate`` drops its cache.
+def tokens_before_drop(model: Any) -> int | None:
+    """Return how many tokens a text has when ``generate`` drops its cache; None: it never does.
 
     That of Phi-3 does once, in the step that reads the first token after
     ``original_max_position_embeddings``, and before transformers 5.20 goes on with this token
     alone.
+    """
+    if Version(transformers.__version__) >= Version("5.20"):
+        return None
+    name = "original_max_position_embeddings"
+    # many models have a method of their own, and any config may have the field
+    methods = [vars(kind).get("prepare_inputs_for_generation") for kind in type(model).mro()]
+    read = [inspect.unwrap(method).__code__.co_names for method in methods if method is not None]
+    return getattr(model.config, name, None) if any(name in names for names in read) else None
+
+
+def refuse_dropped_cache(model: Any, held: int, tokens: int, limit: int) -> None:
+    """Raise ValueError for a text in the middle of which ``generate`` drops its cache.
 
     Args:
         held: tokens in the cache.
         tokens: of the text so far.
         limit: tokens that are read at most.
     """
-    if Version(transformers.__version__) >= Version("5.20"):
-        return
-    name = "original_max_position_embeddings"
-    last = getattr(model.config, name, None)
-    # many models have a method of their own, and any config may have the field
-    methods = [vars(kind).get("prepare_inputs_for_generation") for kind in type(model).mro()]
-    read = [inspect.unwrap(method).__code__.co_names for method in methods if method is not None]
-    if last is None or not any(name in names for names in read):
-        return
-    if (held or tokens) <= last < limit:
+    last = tokens_before_drop(model)
+    if last is not None and (held or tokens) <= last < limit:
         raise ValueError(
             f"generate of {model.config.model_type} drops its cache after {last} tokens "
             f"(original_max_position_embeddings), and this text may have {limit + 1}: end it "
@@ -312,7 +316,8 @@ class CompressedSession:
         if not isinstance(cache, HeadReallocationCache):
             raise ValueError(
                 f"{cache_argument()} is a {type(cache).__name__}: under compress(...) leave it "
-                "out, or pass session.cache to continue an earlier text"
+                "out, pass session.cache to continue an earlier text, or, where it is prefix "
+                "tuning of PEFT that passes it, use another adapter, such as LoRA"
             )
         if cache.settings != self.settings or not cache.full.equal(self.allocation.full.cpu()):
             raise ValueError(

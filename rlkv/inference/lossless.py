@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from rlkv.cache.lossless import LosslessCache
-from rlkv.inference.compress import CompressedSession, Gates, check_servable, compress
+from rlkv.inference.compress import (
+    CompressedSession,
+    Gates,
+    check_servable,
+    compress,
+    tokens_before_drop,
+)
 from rlkv.models.loading import cache_argument
 from rlkv.utils.numbers import check_whole
 
@@ -156,7 +162,7 @@ def _decode(
     _check(generation_config, streamer, len(input_ids), stopping_criteria, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
-    _check_rotation(model.config.get_text_config(), shortest, generation_config.max_length)
+    _check_rotation(model, shortest, generation_config.max_length)
     allocation = session.allocation
     settings = session.settings
     cache = LosslessCache(
@@ -232,11 +238,12 @@ def _check(
             raise ValueError(sentence)
 
 
-def _check_rotation(config: Any, shortest: int, limit: int) -> None:
+def _check_rotation(model: Any, shortest: int, limit: int) -> None:
     """Raise ValueError if rotary frequencies would follow from the longest text of a call.
 
     Rounds read other lengths at a time than ``generate`` does.
     """
+    config = model.config.get_text_config()
     rotation = getattr(config, "rope_parameters", None) or {}
     # of all layers, or of each kind of layer
     for of in (rotation, *rotation.values()):
@@ -250,10 +257,11 @@ def _check_rotation(config: Any, shortest: int, limit: int) -> None:
         else:
             continue
         if first <= last < limit - 1:  # the last token is never read
+            newer = "" if tokens_before_drop(model) is None else "transformers 5.20 or newer and "
             raise ValueError(
                 f"{config.model_type} turns keys by other frequencies in texts longer than {last} "
                 f"tokens (rope_type {kind}), and these may have {limit}: end them earlier, by "
-                "max_new_tokens, or use model.generate"
+                f"max_new_tokens, or use {newer}model.generate"
             )
 
 

@@ -207,6 +207,18 @@ def test_lora_adapter_on_the_model() -> None:
     assert model.get_base_model().config._attn_implementation == "sdpa"
 
 
+def test_prefix_tuning_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(make_tiny_model("llama"), prefix).eval()
+    message = "is a DynamicCache.*, where it is prefix tuning of PEFT that passes it"
+    with rlkv.compress(model, MIXED):
+        with pytest.raises(ValueError, match=message):
+            model.generate(input_ids=prompt(), **GREEDY)
+        with model.disable_adapter():
+            model.generate(input_ids=prompt(), **GREEDY)
+
+
 def test_bytes_count_buffers_and_observed_queries(llama: PreTrainedModel) -> None:
     policy = RKV(budget=12, buffer=4, observation=8)
     with rlkv.compress(llama, eviction=policy) as session:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -163,8 +165,20 @@ def test_frequencies_that_follow_from_the_length_of_a_text(rotation: dict[str, A
     short = GREEDY | {"max_new_tokens": 21}  # the last token is not read
     out = rlkv.generate_lossless(model, IDS, MIXED, **SIZES, **PADDED, **short)
     assert torch.equal(out.sequences, model.generate(IDS, **PADDED, **short))
-    with pytest.raises(ValueError, match="other frequencies in texts longer than 32"):
+    message = "other frequencies in texts longer than 32.*, or use model.generate"
+    with pytest.raises(ValueError, match=message):
         rlkv.generate_lossless(model, IDS, MIXED, **SIZES, **PADDED, **GREEDY)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.20"), reason="mended there")
+def test_generate_of_phi3_is_no_way_out() -> None:
+    """It drops its cache where the frequencies change, and goes on with one token alone."""
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **LONGROPE}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"head_dim": 8, "original_max_position_embeddings": 32}
+    model = make_tiny_model("phi3", rope_parameters=rope, **sizes)
+    with pytest.raises(ValueError, match=r"or use transformers 5.20 or newer and model\.generate"):
+        rlkv.generate_lossless(model, IDS, MIXED, **SIZES, **GREEDY)
 
 
 def test_texts_that_have_the_long_frequencies_from_the_start() -> None:
