@@ -25,7 +25,7 @@ from peft.mapping import (
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from rlkv.attention import IMPLEMENTATION, Gate
+from rlkv.attention import IMPLEMENTATION, Gate, LocalSizes
 from rlkv.attention.mixed import GATE
 from rlkv.models.layout import Layout
 from rlkv.models.loading import attention_of, refuse_latent_attention, try_forward
@@ -36,11 +36,7 @@ from rlkv.utils.devices import leave_cudnn_out
 # name behind it when they load a file, and peft takes a module for a part of an adapter if its name
 # contains it.
 PREFIX = f"{GATE}.alpha"
-BATCHING_METHODS = (
-    "generate_batch",
-    "init_continuous_batching",
-    "continuous_batching_context_manager",
-)
+BATCHING_METHODS = ("generate_batch", "init_continuous_batching")
 
 
 class _PeftName(str):
@@ -82,11 +78,7 @@ class HeadGateConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = HEAD_GATE
         self.task_type = self.task_type or "CAUSAL_LM"
-        if self.sink < 0 or self.window < 1:
-            raise ValueError(
-                f"sink must be 0 or more and window 1 or more, got sink={self.sink}, "
-                f"window={self.window}"
-            )
+        LocalSizes(self.sink, self.window)  # which checks them
         if not 0.0 <= self.init_value <= 1.0:
             raise ValueError(f"init_value must lie in [0, 1], got {self.init_value}")
 

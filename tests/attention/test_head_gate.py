@@ -218,6 +218,7 @@ def test_gates_of_another_shape_are_refused(other: dict[str, int], tmp_path: Pat
     [
         ({"sink": -1}, "sink"),
         ({"window": 0}, "window"),
+        ({"window": 7.5}, "window is 7.5: it must be a whole number"),
         ({"init_value": 1.5}, "init_value"),
         ({"target_modules": ["layers.0.self_attn", "layers.7.self_attn"]}, "7.self_attn, which"),
     ],
