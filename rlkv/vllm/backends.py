@@ -231,9 +231,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R
         metadata.rswa_window = rules.demand.window
-        metadata.prompts = []
-        if prompts:
-            metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts)
+        metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts)
         return metadata
 
     def _without_gaps(
@@ -428,13 +426,21 @@ class FullCPUImpl(CPUAttentionBackendImpl):
         return output.copy_(super().forward(*others, rows, **kwargs))
 
 
-class FullCPUBackend(BackendParts, CPUAttentionBackend):
-    """The stock CPU kernels, which read any distance between blocks: their backend hides that."""
+class PooledCPUBackend(BackendParts, CPUAttentionBackend):
+    """The stock CPU kernels, which read any distance between blocks: their backend hides that.
 
+    As it is for layers without gates, whose cache is in the pool of the bins too.
+    """
+
+    impl = CPUAttentionBackendImpl
+    builder = CPUAttentionMetadataBuilder
+    layouts = LAYOUTS
+    name = CPU_KERNELS
+
+
+class FullCPUBackend(PooledCPUBackend):
     impl = FullCPUImpl
     builder = FullCPUBuilder
-    layouts = LAYOUTS
-    name = CPUAttentionBackend.get_name()
 
 
 class AlignedCPUBuilder(AlignedBuilder, FullCPUBuilder):
@@ -445,15 +451,6 @@ class AlignedCPUBackend(FullCPUBackend):
     """The same kernels over tables that are cut to the blocks of sinks and window."""
 
     builder = AlignedCPUBuilder
-
-
-class PooledCPUBackend(BackendParts, CPUAttentionBackend):
-    """The stock CPU kernels in a pool of bins, for layers without gates."""
-
-    impl = CPUAttentionBackendImpl
-    builder = CPUAttentionMetadataBuilder
-    layouts = LAYOUTS
-    name = CPUAttentionBackend.get_name()
 
 
 def pooled_backend(stock: Attention) -> type[AttentionBackend]:

@@ -1,9 +1,9 @@
 """A check of what attention reads: ``RLKV_CHECK=1`` compares it with the settings in every step.
 
-Beside each cache lies a tag for each token: a hash of the text up to it.  The entries that a kernel
-is handed for a query must have the tags of the tokens that the settings let it see, each once:
-whatever block tables, managers of blocks, preemption and cached prefixes did.  Of some queries the
-output is computed again in float64.
+Next to each cache lies a tag for each token: a hash of the text up to it.  The entries that a
+kernel is handed for a query must have the tags of the tokens that the settings let it see, each
+once: whatever block tables, managers of blocks, preemption and cached prefixes did.  Of some
+queries the output is computed again in float64.
 
 Sinks and windows only: what an eviction policy has kept does not follow from positions.
 """
@@ -124,13 +124,11 @@ class ReachabilityCheck:
                 self._tags[table][slot] = text.hashes[position]
 
     def forget(self, table: str, slots: Tensor) -> None:
-        """Note that drafts were written, which nobody may read before they are written anew."""
+        """Note that drafts were written, which nobody may read before they are written again."""
         if table in self._tags:
             self._tags[table][slots[slots >= 0]] = UNWRITTEN
 
-    def compare(
-        self, table: str, key: Any, rows: Iterator[Row], heads: int, seen: SeenTokens
-    ) -> None:
+    def compare(self, table: str, key: Any, rows: list[Row], heads: int, seen: SeenTokens) -> None:
         """Compare rows with what their queries see, once in a step for each ``key``.
 
         heads: that read the same.
@@ -162,7 +160,7 @@ class ReachabilityCheck:
         entries: int,
         slots: Tensor,
         states: tuple[Tensor, Tensor, Tensor],
-        rows: Iterator[Row],
+        rows: list[Row],
         softmax: Softmax,
         out: Tensor,
     ) -> None:
@@ -186,7 +184,7 @@ class ReachabilityCheck:
         self._calls += 1
         if self._calls % OUTPUTS_EVERY:
             return
-        *_, row = rows
+        row = rows[-1]
         keys, values = noted[:, row.slots].double().transpose(1, 2)
         groups = query[row.token].double().view(1, len(keys), -1, query.shape[2])
         expected = softmax.attend(groups, keys[None], values[None], None).flatten(0, 2)

@@ -180,7 +180,7 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
 def _unsupported_cache(engine: Any, quantised: tuple[str, ...]) -> Iterator[str]:
     """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones."""
     found = engine.cache_config.cache_dtype
-    # layers of the engine take it for "auto" when they are built, and note "fp8" as if it was asked
+    # layers of the engine take it for "auto" when they are built, and then note "fp8" as asked for
     if getattr(engine.quant_config, "kv_cache_scheme", None) and found in ("auto", "fp8"):
         if not quantised:
             yield (
@@ -313,9 +313,8 @@ def refuse_beams(engine: Any) -> None:
 
     It sends each step as a new prompt, in which compressible heads would see the whole text.
     """
-    config = engine.vllm_config.additional_config
-    request = config.get(KEY) if isinstance(config, Mapping) else None
-    if request and (request.get("prefill") == "full" or request.get("protect_prompt")):
+    request = read_request(engine.vllm_config.additional_config, {})
+    if request and (request.get("prefill") == FULL or request.get("protect_prompt")):
         raise ValueError(
             "rlkv: beam search does not work with prefill 'full' or a protected prompt, because "
             "the engine reads the text so far as a new prompt at every step: use prefill 'local' "
@@ -328,8 +327,7 @@ def refuse_streams(engine: Any) -> None:
 
     The engine takes each part of a streamed input, and what it wrote before, for one longer prompt.
     """
-    config = engine.vllm_config.additional_config
-    request = config.get(KEY) if isinstance(config, Mapping) else None
+    request = read_request(engine.vllm_config.additional_config, {})
     if not request or request.get("mode") == LOSSLESS:
         return
     # asynchronous scheduling takes the last token back after its step

@@ -2,8 +2,8 @@
 
 The engine's proposer for a draft model gets the served model in its place: no second copy of the
 weights, and no second cache.  A draft writes its keys and values into the request's own slots, and
-the verification, which reads the same tokens with all heads, writes them anew before anybody else
-reads them.  So what is cached is the full model's, and so is the text.
+the verification, which reads the same tokens with all heads, writes them again before anybody
+else reads them.  So what is cached is the full model's, and so is the text.
 """
 
 from __future__ import annotations

@@ -137,10 +137,10 @@ class KeepCPUImpl(AttendingImpl, CPUAttentionBackendImpl):
             if is_uniform:
                 rows = [*rows_of_tables(step.cut if reads_less else step, size)]
                 # once for all heads of the layer
-                self.check.compare(BLOCKS, layer.layer_name, iter(rows), heads, seen)
+                self.check.compare(BLOCKS, layer.layer_name, rows, heads, seen)
             else:
                 rows = [*step.rows.handed(self.places, head)]
-                self.check.compare(BLOCKS, (self.compressible, head), iter(rows), 1, seen)
+                self.check.compare(BLOCKS, (self.compressible, head), rows, 1, seen)
             if self.kv_cache_dtype in FP8_DTYPES:  # what is noted would not be rounded
                 continue
             own = []
@@ -149,7 +149,7 @@ class KeepCPUImpl(AttendingImpl, CPUAttentionBackendImpl):
                 own.append(by_head[:, head])
             name = f"{layer.layer_name}, head {head}"
             self.check.recompute(
-                name, blocks * size, slots, (own[0], own[1], own[2]), iter(rows), softmax, own[3]
+                name, blocks * size, slots, (own[0], own[1], own[2]), rows, softmax, own[3]
             )
 
 

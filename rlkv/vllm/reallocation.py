@@ -218,10 +218,10 @@ class PartAttention:
         seen = SeenTokens(own.settings, block)
         check.write(self.bin_name, entries, slots)
         heads = len(own.bin.heads) if head is None else 1
-        check.compare(self.bin_name, head, iter(rows), heads, seen)
+        check.compare(self.bin_name, head, rows, heads, seen)
         softmax = Softmax(self.impl.scale, sinks_N=getattr(self.impl, "sinks", None))
         name = f"{self.bin_name}, heads from {self.first} on"
-        check.recompute(name, entries, slots, states, iter(rows), softmax, output)
+        check.recompute(name, entries, slots, states, rows, softmax, output)
 
 
 class SplitAttention(nn.Module):
@@ -347,7 +347,9 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         bins[-1].settings = settings
         bins[-1].check = check
     model.rlkv_bins = nn.ModuleList(bins)
-    joined = _joined(bins, layers, others, vllm_config)
+    has_sinks = getattr(stock.impl, "sinks", None) is not None
+    # the states of ``others`` may make blocks that are not a multiple of a bin's pages
+    joined = None if has_sinks or others else _joined(bins, vllm_config.model_config.dtype)
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in others]
     model.rlkv_pool = block_size, least, [describe_other(spec) for spec in specs]
     for number, layer in enumerate(layers):
@@ -365,9 +367,8 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     amounts = entry_bytes, *settings.reference(longest)
     logger.info("rlkv: %s%s", where, plan.summary(*amounts))
     rows = vllm_config.scheduler_config.max_num_seqs
-    learned = getattr(stock.impl, "sinks", None)
     # other layers are in the same pool
-    can_keep = settings.eviction is None and learned is None and not others
+    can_keep = settings.eviction is None and not has_sinks and not others
     can_keep = can_keep and current_platform.is_cpu()
 
     def say_pool(blocks: int) -> None:
@@ -389,21 +390,12 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
     return HeadOrder(order, group_size, stock.head_size, gates_outputs)
 
 
-def _joined(
-    bins: list[BinAttention],
-    layers: list[Any],
-    others: Sequence[AttentionLayerBase],
-    vllm_config: Any,
-) -> JoinedBins | None:
+def _joined(bins: list[BinAttention], dtype: torch.dtype) -> JoinedBins | None:
     """Return what reads several bins in one launch of a stock CPU kernel; None: nothing does."""
-    learned = getattr(layers[0].attn.impl, "sinks", None)
-    stock = all(own.attn_backend.get_name() == CPU_KERNELS for own in bins)
-    # the states of ``others`` may make blocks that are no multiple of a bin's pages
-    if not stock or learned is not None or others:
+    if any(own.attn_backend.get_name() != CPU_KERNELS for own in bins):
         return None
     least = min(own.bin.demand.block_size for own in bins)
-    equal = [own for own in bins if own.bin.demand.block_size == least]
-    return JoinedBins(equal, vllm_config.model_config.dtype)
+    return JoinedBins([own for own in bins if own.bin.demand.block_size == least], dtype)
 
 
 def gated_layers(model: Any, vllm_config: Any) -> list[Any]:

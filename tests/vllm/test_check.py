@@ -178,7 +178,7 @@ def test_outputs_with_learned_sinks(engines: Engines) -> None:
 
 
 def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are as large as the cache: made anew for each call they would take most of the time."""
+    """They are as large as the cache: made for each call they would take most of the time."""
     made = []
     stock = torch.Tensor.new_zeros
 
@@ -191,7 +191,7 @@ def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check.ReachabilityCheck()
     for call in range(check.OUTPUTS_EVERY):
         slots = torch.tensor([call])
-        rows = iter([check.Row(0, slots)])
+        rows = [check.Row(0, slots)]
         found.recompute("layer", 64, slots, states, rows, Softmax(0.5), torch.ones(1, 2, 4))
     assert made == [(2, 64, 1, 4)]
     assert found.outputs == 1

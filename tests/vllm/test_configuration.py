@@ -40,7 +40,6 @@ from tests.helpers.engines import (
     make_served,
 )
 
-REQUEST: dict[str, Any] = {"gates": "gates.safetensors", "sparsity": 0.5}
 RKV = {"name": "rkv", "budget": 64}
 
 
@@ -139,12 +138,14 @@ def test_what_mode_keep_refuses(setting: str, value: Any, message: str) -> None:
         check_engine(fake_engine(**{setting: value}), KEEPING)
 
 
+QUANTISED = SimpleNamespace(
+    get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
+)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])  # as asked for, and as the layers note it
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8(dtype: str) -> None:
-    quantised = SimpleNamespace(
-        get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
-    )
-    config = fake_engine(quant_config=quantised, cache_config__cache_dtype=dtype)
+    config = fake_engine(quant_config=QUANTISED, cache_config__cache_dtype=dtype)
     assert check_engine(config, KEEPING) is None
     for feature in (REALLOCATION, ROLLOUT):
         with pytest.raises(ValueError, match=f"{feature} does not work with.*kv_cache_scheme"):
@@ -153,10 +154,7 @@ def test_a_checkpoint_that_asks_for_a_cache_in_fp8(dtype: str) -> None:
 
 def test_scales_of_a_checkpoint_whose_cache_is_plain() -> None:
     """They lie next to the weights, which are reordered, whatever the cache holds."""
-    quantised = SimpleNamespace(
-        get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
-    )
-    config = fake_engine(quant_config=quantised, cache_config__cache_dtype="float32")
+    config = fake_engine(quant_config=QUANTISED, cache_config__cache_dtype="float32")
     for feature in (KEEPING, ROLLOUT):
         assert check_engine(config, feature) is None
     with pytest.raises(ValueError, match="scales that a checkpoint with a kv_cache_scheme holds"):
