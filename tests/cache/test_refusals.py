@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache
+from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.cache.accounting import KVSizes
 from rlkv.eviction import TOVA
 from tests.helpers.cached_logits import MIXED
@@ -41,11 +41,6 @@ def model() -> PreTrainedModel:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HeadReallocationCache(**{"full": MIXED, **arguments})
-
-
-def test_sizes_beyond_the_positions_of_the_model() -> None:
-    with pytest.raises(ValueError, match=r"window is 600, .* 512 positions"):
-        CacheSettings(window=600).check_positions(512)
 
 
 @pytest.mark.parametrize(

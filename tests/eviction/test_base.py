@@ -19,11 +19,11 @@ from rlkv.eviction import (
     TOVA,
     EvictionPolicy,
     SinkWindow,
+    base,
     make_policy,
     parse_options,
     register,
 )
-from rlkv.eviction import base as attention
 from tests.helpers.naive_eviction import OldestKey, random_entries
 from tests.helpers.paths import ROOT
 
@@ -98,7 +98,7 @@ def test_pieces_change_nothing(policy: EvictionPolicy, monkeypatch: pytest.Monke
     valid = torch.arange(63) >= torch.tensor([0, 9])[:, None]
     whole = policy.select(keys, queries, BUDGET, valid)
     for floats in (200, 1500):
-        monkeypatch.setattr(attention, "FLOATS", floats)
+        monkeypatch.setattr(base, "FLOATS", floats)
         assert torch.equal(policy.select(keys, queries, BUDGET, valid), whole)
 
 

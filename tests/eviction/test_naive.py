@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkv.eviction import H2O, RKV, RPC, TOVA, EvictionPolicy, SnapKV
-from rlkv.eviction import rkv as similar_keys
+from rlkv.eviction import H2O, RKV, RPC, TOVA, EvictionPolicy, SnapKV, rkv
 from tests.helpers import naive_eviction as naive
 
 SEEDS, HEADS, GROUP_SIZE, N, HEAD_SIZE, BUDGET = 60, 2, 2, 63, 16, 24
@@ -87,8 +86,8 @@ def equally_good(scores: np.ndarray, kept: np.ndarray, expected: np.ndarray) -> 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_entries_as_naive(method: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # R-KV's search for similar keys goes through several tiles
-    monkeypatch.setattr(similar_keys, "FIRST", 4)
-    monkeypatch.setattr(similar_keys, "TILE", 16)
+    monkeypatch.setattr(rkv, "FIRST", 4)
+    monkeypatch.setattr(rkv, "TILE", 16)
     policy, num_queries, scores_of = METHODS[method]
     keys, queries = [], []
     for seed in range(SEEDS):

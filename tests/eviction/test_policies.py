@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)
-def test_refused_with_one_sentence(name, options, message):
+def test_refused_with_one_sentence(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         make_policy(name, **options)
     assert "\n" not in str(refusal.value)

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlkv.eviction import base as attention
-from rlkv.eviction import rkv
+from rlkv.eviction import base, rkv
 from tests.helpers.naive_eviction import random_entries
 
 
@@ -36,7 +35,7 @@ def test_temporary_tensors_stay_within_the_limit(
     floats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None grows with N x N, nor with B x H x N beyond the scores themselves."""
-    monkeypatch.setattr(attention, "FLOATS", floats)
+    monkeypatch.setattr(base, "FLOATS", floats)
     rows, n = 2, 500
     # one query head per KV head: nothing is copied to group them
     keys, queries = random_entries(rows, n, 1, n, seed=0)
@@ -44,7 +43,7 @@ def test_temporary_tensors_stay_within_the_limit(
     calls = [
         lambda: rkv.redundancy(keys, valid, 0.5, 2, "published"),
         lambda: rkv.importance(keys, queries, valid, 8, 7, "paper"),
-        lambda: attention.attention_received(keys, queries, valid),
+        lambda: base.attention_received(keys, queries, valid),
     ]
     for call in calls:
         with LargestTensor(keys, queries, valid) as largest:
@@ -53,15 +52,14 @@ def test_temporary_tensors_stay_within_the_limit(
         assert largest.elements < n * n
 
 
-def test_a_look_in_8_bits_misses_no_rkv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_in_8_bits_misses_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random keys a few are similar by less than 8 bits can tell."""
     torch.manual_seed(0)
     keys = torch.randn(2, 500, 256)
     keys /= keys.norm(dim=-1, keepdim=True)
-    early, late = (
-        slice(0, 200, 20),
-        slice(300, 500, 20),
-    )  # one in a tile: all pairs of one with many are computed
+    # one in a tile: all pairs of one with many are computed
+    early = slice(0, 200, 20)
+    late = slice(300, 500, 20)
     other = keys[:, late] - (keys[:, late] * keys[:, early]).sum(-1, keepdim=True) * keys[:, early]
     keys[:, late] = 0.5001 * keys[:, early] + (1 - 0.5001**2) ** 0.5 * other / other.norm(
         dim=-1, keepdim=True

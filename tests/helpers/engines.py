@@ -132,6 +132,10 @@ DELTA = LINEAR | {"noise": 0.05}
 CHUNKS = {"max_num_batched_tokens": 100, "async_scheduling": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 DRAFTS = {**SMALL, "speculative_config": NGRAM, "disable_log_stats": False}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# shorter than the sinks, than a block, than sinks and window, than a buffer; at, before and after
+# edges of blocks and of the first eviction; several evictions
+LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 ITSELF = {"method": "draft_model", "num_speculative_tokens": 3}  # of the served model
 REPEATS = {"noise": 0.05}  # some n-grams of its texts come again, and some go on as before
 ENGINES = {
@@ -374,6 +378,11 @@ def save_adapter(
     adapted = get_peft_model(deepcopy(model), config)
     adapted.save_pretrained(folder)
     return adapted.merge_and_unload()
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    """The tokens of the first completion of each output."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def reference_logits(

@@ -14,9 +14,11 @@ from rlkv.vllm.packing import SinkWindowDemand
 from tests.helpers.engines import (
     BLOCK,
     ENGINES,
+    LENGTHS,
     SINK,
     TIE,
     TOLERANCE,
+    TWO_RANKS,
     WINDOW,
     Served,
     check_all_free,
@@ -25,6 +27,7 @@ from tests.helpers.engines import (
     need_vllm,
     random_prompts,
     save_adapter,
+    tokens_of,
     watch_preemptions,
 )
 from tests.helpers.mixed_reference import reference_logits
@@ -36,8 +39,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rlkv.vllm.aligned import aligned_pieces, cut_tables
 from rlkv.vllm.specs import SinkWindowSpec
-
-LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 
 # (queries, tokens) of each request
 REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (150, 300), (40, 90), (2, 500), (128, 128)]
@@ -169,10 +170,6 @@ KEEP = {"mode": "keep"}
 BOTH = pytest.mark.parametrize("settings", [KEEP, {"aligned_windows": True}], ids=str)
 
 
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 @BOTH
 @pytest.mark.usefixtures("alone")
 def test_drafts_by_ngrams(llama: Served, settings: dict[str, Any]) -> None:
@@ -218,8 +215,7 @@ def test_adapters_of_attention(llama: Served, tmp_path: Path, settings: dict[str
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_keep_on_two_ranks(llama: Served) -> None:
-    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     options = {"max_num_batched_tokens": 100}
-    with engine(llama, llama.request(0.6, **KEEP), **parallel, **options) as llm:
+    with engine(llama, llama.request(0.6, **KEEP), **TWO_RANKS, **options) as llm:
         serving = Serving(llm, llama, ENGINES["keep"])
         assert check(serving, generate(llm, random_prompts(LENGTHS), 60)) == 360

@@ -11,7 +11,9 @@ from tests.helpers.engines import (
     BLOCK,
     ENGINES,
     ITSELF,
+    LENGTHS,
     SINK,
+    TWO_RANKS,
     WINDOW,
     Served,
     add_request,
@@ -22,6 +24,7 @@ from tests.helpers.engines import (
     generate,
     need_vllm,
     random_prompts,
+    tokens_of,
     watch_preemptions,
 )
 from tests.vllm.conftest import Serving
@@ -33,7 +36,6 @@ from rlkv.vllm.drafts import HeadDraftProposer
 from rlkv.vllm.settings import ServingSettings
 
 LOSSLESS = ENGINES["lossless"].settings
-LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 DRAFTS = {"speculative_config": ITSELF, "disable_log_stats": False}
 
 
@@ -62,10 +64,10 @@ def test_sampled_tokens_have_the_full_models_log_probabilities(serving: Serving)
 def test_the_likeliest_token_is_drawn_if_no_other_may_be(serving: Serving, served_by: str) -> None:
     """The engine's sampler loses top_k and top_p of verified tokens on a CPU."""
     prompts = random_prompts((40, 90))
-    greedy = [list(one.outputs[0].token_ids) for one in generate(serving.llm, prompts, 60)]
+    greedy = tokens_of(generate(serving.llm, prompts, 60))
     for sampling in ({"top_k": 1}, {"top_p": 1e-6}):
         outputs = generate(serving.llm, prompts, 60, temperature=0.7, **sampling)
-        assert [list(one.outputs[0].token_ids) for one in outputs] == greedy
+        assert tokens_of(outputs) == greedy
 
 
 @pytest.mark.engine("lossless")
@@ -132,10 +134,7 @@ def test_drafts_see_sinks_and_window(
     [
         {"kv_cache_dtype": "fp8"},
         pytest.param({"enforce_eager": False}, marks=pytest.mark.slow),
-        pytest.param(
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(TWO_RANKS, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -144,8 +143,7 @@ def test_tokens_are_the_stock_engines(llama: Served, options: dict[str, Any]) ->
     found = []
     for request, drafts in ((None, {}), (llama.request(0.6, **LOSSLESS), DRAFTS)):
         with engine(llama, request, **options, **drafts) as llm:
-            outputs = generate(llm, prompts, 60)
-            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            found.append(tokens_of(generate(llm, prompts, 60)))
     # the last bit of a sum may move an entry of 8 bits to its neighbour
     most = 1 if "kv_cache_dtype" in options else 0
     assert sum(stock != own for stock, own in zip(*found, strict=True)) <= most

@@ -21,7 +21,9 @@ from tests.helpers.engines import (
     ELEMENT,
     ENGINES,
     HEAD_SIZE,
+    LENGTHS,
     SINK,
+    TWO_RANKS,
     WINDOW,
     Engines,
     Served,
@@ -36,6 +38,7 @@ from tests.helpers.engines import (
     need_vllm,
     random_prompts,
     save_adapter,
+    tokens_of,
     watch_preemptions,
 )
 from tests.helpers.models import make_tiny_model
@@ -47,9 +50,6 @@ from prometheus_client import REGISTRY
 
 from rlkv.vllm.specs import SinkWindowManager
 
-# shorter than the sinks, than a block, than sinks and window, than a buffer; at, before and after
-# edges of blocks and of the first eviction; several evictions
-LENGTHS = (5, SINK, BLOCK + 1, 63, SINK + WINDOW, 333)
 EVERY_ENGINE = [
     *("sinks", "rkv", "full", "protect", "qwen2", "qwen3", "phi3", "gemma", "odd", "compiled"),
     *("gemma3", "gpt_oss", "granite 4", "qwen3_moe"),
@@ -184,7 +184,7 @@ def test_tokens_with_drafts_of_n_grams(
     monkeypatch.setattr(worker.model_runner.drafter, "propose", lambda *args, **named: [])
     plain = generate(serving.llm, prompts, 160)
     assert drafted_and_accepted(serving.llm)[1] == after[1]  # nor any left from before
-    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in outputs]
+    assert tokens_of(plain) == tokens_of(outputs)
     check_all_free(serving.llm)
 
 
@@ -469,9 +469,6 @@ def test_an_engine_in_another_process(
 # --- tensor parallelism, with a process for each of two ranks
 
 
-PARALLEL: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-
-
 def bytes_of_blocks(worker: Any) -> list[float]:
     """Bytes of a block of each bin on one rank."""
     context = worker.vllm_config.compilation_config.static_forward_context
@@ -484,7 +481,7 @@ def bytes_of_blocks(worker: Any) -> list[float]:
 def test_two_ranks(llama: Served) -> None:
     """A sparsity of which 2 ranks leave 0.5, as 7 full heads do not divide by 2."""
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": 100}
-    with engine(llama, llama.request(0.55), async_scheduling=False, **PARALLEL, **options) as llm:
+    with engine(llama, llama.request(0.55), async_scheduling=False, **TWO_RANKS, **options) as llm:
         core = llm.llm_engine
         settings = parse_settings(core.vllm_config.additional_config["rlkv"])
         plans = plan_heads(settings, BLOCK, 2, 1024, 2)
@@ -503,7 +500,7 @@ def test_two_ranks(llama: Served) -> None:
 @pytest.mark.usefixtures("alone")
 def test_two_ranks_with_adapters(llama: Served, tmp_path: Path) -> None:
     key = ENGINES["lora"]
-    with engine(llama, llama.request(0.5), **PARALLEL, **key.options) as llm:
+    with engine(llama, llama.request(0.5), **TWO_RANKS, **key.options) as llm:
         check_adapters(Serving(llm, llama, key), tmp_path)
 
 
@@ -512,6 +509,6 @@ def test_two_ranks_with_adapters(llama: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rkv", "full"])
 def test_two_ranks_with_eviction_and_full_prefill(llama: Served, name: str) -> None:
     key = ENGINES[name]
-    with engine(llama, llama.request(0.25, **key.settings), **PARALLEL) as llm:
+    with engine(llama, llama.request(0.25, **key.settings), **TWO_RANKS) as llm:
         outputs = generate(llm, random_prompts(LENGTHS), 80)
     assert check_equal(llama, 0.25, outputs, sizes=key.what_is_kept()) == 480
