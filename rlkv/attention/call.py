@@ -222,7 +222,7 @@ class StockMask(Unread):
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part of the mask of ``sdpa``, bool ``[B, 1, Q, K]``.
 
-        Layers that read the keys of others (Gemma 4) ask for the last queries alone.  They have no
+        Layers that read the keys of others (Gemma 4) ask only for the last queries.  They have no
         gate: a gated layer refuses such a mask.
         """
         mask = self.make_stock_mask(allow_is_causal_skip=False)

@@ -114,8 +114,8 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
             return None
         if len(names) > 1:
             raise ValueError(
-                f"one set of gates at a time: adapters {', '.join(names)} are active, "
-                "set_adapter(one of them)"
+                f"adapters {', '.join(names)} are active, and gates work one set at a time: choose "
+                "one of them with set_adapter(...)"
             )
         return Gate(self.alpha[names[0]], *self._sizes[names[0]])
 

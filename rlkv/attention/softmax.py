@@ -42,8 +42,8 @@ class Softmax:
         sinks = arguments.get("s_aux")
         if sinks is not None and sinks.shape != query.shape[1:2]:
             raise ValueError(
-                f"s_aux has shape {list(sinks.shape)}, but the layer {query.shape[1]} query heads: "
-                "rlkv takes one learned sink for each"
+                f"s_aux has shape {list(sinks.shape)}, but the layer has {query.shape[1]} query "
+                "heads: rlkv takes one learned sink for each"
             )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         return cls(scale, arguments.get("softcap"), sinks)

@@ -116,8 +116,8 @@ def kv_nbytes(
 ) -> tuple[Tensor, Tensor]:
     """Compute the bytes in use, and those of the full cache, of each row: int64 ``[B]`` each.
 
-    They are those of the heads that can be compressed; ``size.unchanged_nbytes`` are in both caches
-    besides.
+    They are those of the heads that can be compressed; both caches also hold
+    ``size.unchanged_nbytes``.
 
     Args:
         settings: what the heads keep.

@@ -44,7 +44,7 @@ class NewStates(Unread):
     states: Tensor  # [B, H, n, D], the new tokens only
     what: ClassVar[str] = "keys and values that the cache returns"
     rule: ClassVar[str] = (
-        "a cache of compress(...) is continued inside it alone, with the attention that it sets; "
+        "a cache of compress(...) is continued only inside it, with the attention that it sets; "
         "if this call is inside, "
     )
 

@@ -160,7 +160,7 @@ def full_cache(config: Any, limit: int | None = None) -> Cache:
 def cached_states(layer: Any) -> list[Tensor]:
     """Return the tensors of a layer of transformers' own cache: keys and values, linear states.
 
-    Of a :class:`ReallocationLayer` the linear states alone.
+    Of a :class:`ReallocationLayer` only the linear states.
     """
     states = []
     if isinstance(layer, CacheLayerMixin):
@@ -345,7 +345,7 @@ class HeadReallocationCache(Cache):
             layer.select_rows(indices)
         for stock in self._stock.values():
             if cached_states(stock):
-                # selects any rows; layers with states beside keys and values have no other way
+                # selects any rows; layers with states next to keys and values have no other way
                 stock.reorder_cache(indices)
         if state.padding is not None:
             state.padding = state.padding.select(indices).nonzero

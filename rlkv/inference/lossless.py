@@ -38,7 +38,7 @@ _REFUSED = {
     "past_key_values": "it has a cache of its own",
     "position_ids": "positions follow from attention_mask",
     "prefill": "all heads read the prompt in full",
-    "prefix_allowed_tokens_fn": "it would be asked of texts that no row has",
+    "prefix_allowed_tokens_fn": "it would be called with texts that no row has",
     "prompt_lookup_num_tokens": "the model drafts for itself",
     "stop_strings": "pass stopping_criteria=[StopStringCriteria(tokenizer, ...)] instead",
     "synced_gpus": "it runs in one process",
@@ -119,7 +119,7 @@ def generate_lossless(
         base = asked.get_base_model()
         if asked.active_peft_config.is_prompt_learning:
             raise ValueError(
-                "generate_lossless reads token ids alone, and the active PEFT adapter puts learned "
+                "generate_lossless reads only token ids, and the active PEFT adapter puts learned "
                 "tokens before them: use an adapter of weights, such as LoRA, or model.generate"
             )
     check_whole("num_draft_tokens", num_draft_tokens, 1)
@@ -211,7 +211,7 @@ def _check(
         ),
         (
             config.return_dict_in_generate,
-            "generate_lossless returns tokens and counts alone: leave return_dict_in_generate out",
+            "generate_lossless returns only tokens and counts: leave return_dict_in_generate out",
         ),
         (
             streamer is not None and rows > 1,
@@ -225,7 +225,7 @@ def _check(
         ),
         (
             bool(others),
-            f"generate_lossless reads token ids and attention_mask alone, not {', '.join(others)}",
+            f"generate_lossless reads only token ids and attention_mask, not {', '.join(others)}",
         ),
         (
             positions is None or positions.ndim != 2,

@@ -119,7 +119,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
         if prompt is not None and not prompt.strip():
             raise ValueError("--prompt is empty: there is nothing to answer")
         if prompt is not None and not is_text(prompt):
-            raise ValueError("--prompt holds bytes that are no UTF-8: write it in UTF-8")
+            raise ValueError("--prompt holds bytes that are not UTF-8: write it in UTF-8")
         if self.compare_full and self.is_chat:
             raise ValueError(
                 "--compare-full needs --prompt or --input: a chat continues with one cache only"
@@ -222,7 +222,7 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
                 )
             if not is_text(row["problem"]):
                 raise ValueError(
-                    f"{where}: its problem holds half a surrogate pair and is no text: correct it"
+                    f"{where}: its problem holds half a surrogate pair and is not text: correct it"
                 )
             problems.append(row)
     except OSError as error:

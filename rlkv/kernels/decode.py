@@ -260,7 +260,7 @@ def _attend_range(
     total_G = tl.full([QUERIES], 0.0, tl.float32)
     sum_GD = tl.full([QUERIES, TILE], 0.0, tl.float32)
     if (fresh >= begin) & (fresh < end):
-        # stored by this program alone, and never read back from memory
+        # stored only by this program, and never read back from memory
         key_D = tl.load(key + size, mask=size < SIZE, other=0.0)
         value_D = tl.load(value + size, mask=size < SIZE, other=0.0)
         tl.store(keys + fresh * SIZE + size, key_D, mask=size < SIZE)

@@ -226,7 +226,7 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
             seq_lens=lengths,
             max_query_len=queries,
             max_seq_len=min(common.max_seq_len, table.shape[1] * rules.demand.block_size),
-            rswa_prefix_lens=None,  # stated for rlkv alone: the stock builder has no use for them
+            rswa_prefix_lens=None,  # stated only for rlkv: the stock builder has no use for them
         )
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R

@@ -124,7 +124,7 @@ class ReachabilityCheck:
                 self._tags[table][slot] = text.hashes[position]
 
     def forget(self, table: str, slots: Tensor) -> None:
-        """Note that drafts were written, which nobody may read before they are written again."""
+        """Note that drafts were written, which must not be read before they are written again."""
         if table in self._tags:
             self._tags[table][slots[slots >= 0]] = UNWRITTEN
 
@@ -255,7 +255,7 @@ def start_check(settings: ServingSettings, vllm_config: Any) -> ReachabilityChec
             "--enable-prompt-embeds out"
         )
     if not current_platform.is_cpu():
-        raise ValueError(f"rlkv: {CHECK} runs on the CPU build of vLLM alone: leave it out")
+        raise ValueError(f"rlkv: {CHECK} runs only on the CPU build of vLLM: leave it out")
     _current[:] = [ReachabilityCheck()]
     _watch_runner()
     return _current[0]

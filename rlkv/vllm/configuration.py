@@ -255,7 +255,8 @@ def prepare_engine(vllm_config: Any) -> float | None:
 
         if not current_platform.is_cpu():
             raise ValueError(
-                f"rlkv: {asked.feature} is served by vLLM for CPUs alone: leave mode out on a GPU"
+                f"rlkv: {asked.feature} is served only by the CPU build of vLLM: leave mode out on "
+                "a GPU"
             )
     if asked.drafts:
         # the engine reads it off the checkpoint, and drafts nothing for longer texts

@@ -369,7 +369,7 @@ def _params(
         top_k=sampling.top_k,
         seed=row_seed(sampling.seed, rollout, row),
         max_tokens=sampling.max_new_tokens,
-        logprobs=0 if logprobs else None,  # of the sampled tokens alone
+        logprobs=0 if logprobs else None,  # only of the sampled tokens
         stop_token_ids=eos_ids,
         ignore_eos=True,
         detokenize=False,

@@ -330,7 +330,7 @@ def plan_heads(
         demand = BufferDemand.of(policy, block_size, group_size)
     full_LH = settings.full_LH
     reference = settings.reference(longest)
-    # bytes depend on the numbers of heads alone: every rank's bins have the same sizes
+    # bytes depend only on the numbers of heads: every rank's bins have the same sizes
     dealt = deal_heads(full_LH, ranks)
     return [plan_packing(full_LH, demand, *reference, heads_LN, least) for heads_LN in dealt]
 

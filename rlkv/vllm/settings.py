@@ -46,7 +46,7 @@ KEY = "rlkv"  # of the engine's additional_config
 MIXED_KEY = "rlkv_mixed"  # likewise, of rollouts: {"sink": S, "window": W}
 VARIABLES = {"gates": "RLKV_GATES", "sparsity": "RLKV_SPARSITY"}
 CHECK = "RLKV_CHECK"  # likewise: compare what is read with the settings (rlkv.vllm.check)
-# their scores need the keys and the last queries alone, head by head
+# their scores need only the keys and the last queries, head by head
 EVICTIONS = ("rkv", "snapkv")
 TEMPERATURES = (0.01, 2.0)  # that the engine draws at: below it would take the least in silence
 
@@ -207,12 +207,12 @@ class ServingSettings:
         elif policy.budget is None:
             wrong = (
                 f"eviction with ratio {unserved}, because a head would hold more the longer the "
-                f"text gets: give it a budget alone, or use {ELSEWHERE}"
+                f"text gets: give it only a budget, or use {ELSEWHERE}"
             )
         elif policy.protect_prompt:
             wrong = (
                 f"eviction with protect_prompt {unserved}, because when a head evicts would depend "
-                f"on each request's prompt: give it a budget alone, or use {ELSEWHERE}"
+                f"on each request's prompt: give it only a budget, or use {ELSEWHERE}"
             )
         else:
             return
@@ -284,7 +284,7 @@ class ServingSettings:
 
     @property
     def drafts(self) -> bool:
-        """True if compressible heads read less in drafts alone."""
+        """True if compressible heads read less only in drafts."""
         return self.mode == LOSSLESS
 
     @property
@@ -319,7 +319,7 @@ class ServingSettings:
 
     @property
     def full_LH(self) -> Tensor:
-        """The full heads of resolved settings, of the layers with gates alone."""
+        """The full heads of resolved settings, only of the layers with gates."""
         allocation = self.allocation
         return allocation.full[allocation.gated.any(1)]
 

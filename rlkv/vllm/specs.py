@@ -245,7 +245,7 @@ class EvictingSpec(_BinSpec, AttentionSpec):
 
 
 class _PromptCaching(SingleTypeKVCacheManager):
-    """A manager that caches blocks of prompts alone where prompts are protected.
+    """A manager that caches only blocks of prompts where prompts are protected.
 
     A token sees more in a protected prompt than behind it.
     """

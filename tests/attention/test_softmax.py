@@ -157,7 +157,7 @@ def test_a_layer_without_a_gate_computes_them(kind: str) -> None:
         ({"dropout": 0.1}, "has no dropout"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"is_causal": False}, "is_causal=False"),
-        ({"s_aux": torch.zeros(3)}, r"s_aux has shape \[3\], but the layer 6 query heads"),
+        ({"s_aux": torch.zeros(3)}, r"s_aux has shape \[3\], but the layer has 6 query heads"),
     ],
 )
 def test_what_it_has_not(arguments: dict[str, Any], message: str) -> None:

@@ -257,7 +257,7 @@ def test_unreadable_problems(
         ("--gates GATES --prompt x --max-new-tokens 9999", "max_new_tokens"),
         ("--gates GATES --prompt x --temperature -1", "temperature"),
         ("--gates GATES --prompt x --window 1000000000", "the model has 512 positions"),
-        ("--gates GATES --prompt a\udcff", "--prompt holds bytes that are no UTF-8"),
+        ("--gates GATES --prompt a\udcff", "--prompt holds bytes that are not UTF-8"),
         ("--gates GATES --prompt x --device meta", "'meta'"),
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),

@@ -491,7 +491,7 @@ def test_a_cache_is_continued_inside_alone(llama: PreTrainedModel) -> None:
         llama(prompt())
     cache = session.cache
     before = copy.deepcopy(cache)
-    outside = r"^a cache of compress\(\.\.\.\) is continued inside it alone"
+    outside = r"^a cache of compress\(\.\.\.\) is continued only inside it"
     with pytest.raises(ValueError, match=outside), torch.no_grad():
         llama(more, past_key_values=cache)
     with rlkv.compress(llama, MIXED), torch.no_grad():
