@@ -384,11 +384,9 @@ def gates_matrix(model: nn.Module) -> Tensor:
     Places without a gate (sliding-window and linear layers) read 1.0, as they are never compressed;
     :func:`gate_counts` says which these are.
     """
-    parameters = gate_parameters(model)
-    num_layers = cast(Any, model.config).get_text_config(decoder=True).num_hidden_layers
-    most = max(len(parameter) for _, parameter in parameters)
-    matrix = torch.ones(num_layers, most, dtype=torch.float32)
-    for layer, parameter in parameters:
+    counts = gate_counts(model)
+    matrix = torch.ones(len(counts), max(counts), dtype=torch.float32)
+    for layer, parameter in gate_parameters(model):
         matrix[layer, : len(parameter)] = parameter.detach().float().cpu()
     return matrix
 
@@ -415,11 +413,12 @@ def set_gates(model: nn.Module, alpha_LH: Tensor) -> None:
             layers behind the last one with gates.
     """
     layers, heads = gates_matrix(model).shape
-    last = gate_parameters(model)[-1][0]
+    parameters = gate_parameters(model)
+    last, _ = parameters[-1]
     if alpha_LH.shape[1] != heads or not last < len(alpha_LH) <= layers:
         found = list(alpha_LH.shape)
         raise ValueError(f"the model has gates [{layers}, {heads}], the matrix is {found}")
-    for layer, parameter in gate_parameters(model):
+    for layer, parameter in parameters:
         parameter.copy_(alpha_LH[layer, : len(parameter)])
 
 

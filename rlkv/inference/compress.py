@@ -293,15 +293,10 @@ class CompressedSession:
             )
         cache = HeadReallocationCache(
             self.allocation.full,
-            self.settings.sink,
-            self.settings.window,
-            self.settings.prefill,
-            eviction=self.settings.eviction,
             record=self.record,
             stock_layers=self.default_layers,
-            protect_prompt=self.settings.protect_prompt,
             heads=self.allocation.heads,
-            evict_from=self.settings.evict_from,
+            **vars(self.settings),
         )
         cache.state.limit = limit
         cache.state.planned = planned

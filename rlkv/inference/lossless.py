@@ -164,14 +164,7 @@ def _decode(
     shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
     _check_rotation(model, shortest, generation_config.max_length)
     allocation = session.allocation
-    settings = session.settings
-    cache = LosslessCache(
-        allocation.full,
-        settings.sink,
-        settings.window,
-        protect_prompt=settings.protect_prompt,
-        heads=allocation.heads,
-    )
+    cache = LosslessCache(allocation.full, heads=allocation.heads, **vars(session.settings))
     cache.state.limit = generation_config.max_length
     texts = _Texts(
         model,

@@ -231,7 +231,9 @@ class GaplessTritonBuilder(TritonAttentionMetadataBuilder):
         metadata = super().build(0, own, fast_build)
         metadata.rswa_prefix_lens = prefix_R
         metadata.rswa_window = rules.demand.window
-        metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts)
+        metadata.prompts = []
+        if prompts:
+            metadata.prompts = whole_prompts(common.query_start_loc_cpu.tolist(), prompts)
         return metadata
 
     def _without_gaps(

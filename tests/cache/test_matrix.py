@@ -178,9 +178,7 @@ def test_rows_with_sinks_and_window(
     settings = CacheSettings(SINK, WINDOW, case["prefill"], protect_prompt=protect)
 
     def new_cache() -> HeadReallocationCache:
-        return HeadReallocationCache(
-            MIXED, SINK, WINDOW, case["prefill"], protect_prompt=settings.protect_prompt
-        )
+        return HeadReallocationCache(MIXED, **vars(settings))
 
     cache, logits = batch.read(model, new_cache)
     starts = []
