@@ -133,6 +133,8 @@ class RunSettings:
         return replace(self, template=template)
 
 
+# finders that read the options of the group "elimination", where it is not that one alone
+_READERS = {"elimination_traces": ("elimination", "attention")}
 # options that only GRPO takes, and why
 _GRPO_ALONE = {
     "init_gates": (
@@ -229,6 +231,14 @@ class RLKVSettings(RunSettings):
         for name, why in _GRPO_ALONE.items():
             if self.finder != "rlkv" and getattr(self, name) not in (None, False, 0):
                 raise ValueError(f"{name} {why.format(finder=self.finder)}")
+        for name in sorted(option_names(RLKVSettings, group="elimination")):
+            value = getattr(self, name)
+            readers = _READERS.get(name, ("elimination",))
+            if self.finder not in readers and value != getattr(RLKVSettings, name):
+                raise ValueError(
+                    f"{name}={value!r} has no effect with --finder {self.finder}: leave it out, or "
+                    f"add --finder {' or '.join(readers)}"
+                )
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"

@@ -27,7 +27,12 @@ from rlkv.rollout.base import GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
 from rlkv.training.callbacks import HeldOut, StepLine, StopWhenStable
-from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.config import (
+    DEFAULT_ROWS,
+    GateTrainingArguments,
+    RLKVSettings,
+    option_names,
+)
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
 from rlkv.training.run_folder import RunFolder, RunLog
 from rlkv.training.sharding import load_as, not_loading
@@ -228,7 +233,8 @@ def run_config(
 
     Problems and gates at the start count by their digests, wherever their files are.
     """
-    config = asdict(settings)
+    unread = option_names(RLKVSettings, group="elimination")
+    config = {name: value for name, value in asdict(settings).items() if name not in unread}
     config |= args.noted()
     config["processes"] = args.world_size
     config["problems"] = digest(taught.to_list())
