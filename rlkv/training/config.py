@@ -135,6 +135,13 @@ class RunSettings:
 
 # finders that read the options of the group "elimination", where it is not that one alone
 _READERS = {"elimination_traces": ("elimination", "attention")}
+# what must sample for these options to be read
+_OF_ROLLOUT = {
+    "rollout_servers": ("vllm-server",),
+    "rollout_patience": ("vllm-server",),
+    "rollout_kv_gib": ("vllm", "auto"),
+    "rollout_eager": ("vllm", "auto"),
+}
 # options that only GRPO takes, and why
 _GRPO_ALONE = {
     "init_gates": (
@@ -232,13 +239,9 @@ class RLKVSettings(RunSettings):
             if self.finder != "rlkv" and getattr(self, name) not in (None, False, 0):
                 raise ValueError(f"{name} {why.format(finder=self.finder)}")
         for name in sorted(option_names(RLKVSettings, group="elimination")):
-            value = getattr(self, name)
-            readers = _READERS.get(name, ("elimination",))
-            if self.finder not in readers and value != getattr(RLKVSettings, name):
-                raise ValueError(
-                    f"{name}={value!r} has no effect with --finder {self.finder}: leave it out, or "
-                    f"add --finder {' or '.join(readers)}"
-                )
+            self._check_read(name, "finder", _READERS.get(name, ("elimination",)))
+        for name, engines in _OF_ROLLOUT.items():
+            self._check_read(name, "rollout", engines)
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"
@@ -248,6 +251,11 @@ class RLKVSettings(RunSettings):
         sparsities = self.target_sparsity
         if sparsities == [] or not all(0 < sparsity < 1 for sparsity in sparsities or ()):
             raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {sparsities}")
+        if self.stable_steps not in (0, RLKVSettings.stable_steps) and sparsities is None:
+            raise ValueError(
+                f"stable_steps={self.stable_steps} has no effect without target_sparsity, at which "
+                "the full heads must stay the same: set both"
+            )
         if self.held_out and sparsities is None:
             raise ValueError(
                 "held_out is measured at the sparsities of target_sparsity: set both, with "
@@ -255,6 +263,16 @@ class RLKVSettings(RunSettings):
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
+
+    def _check_read(self, name: str, switch: str, readers: tuple[str, ...]) -> None:
+        """Raise ValueError if ``name`` was set, but ``switch`` to none of ``readers``."""
+        value = getattr(self, name)
+        chosen = getattr(self, switch)
+        if chosen not in readers and value != getattr(RLKVSettings, name):
+            raise ValueError(
+                f"{name}={value!r} has no effect with --{switch} {chosen}: leave it out, or add "
+                f"--{switch} {' or '.join(readers)}"
+            )
 
     @property
     def servers(self) -> list[str]:
@@ -339,6 +357,9 @@ class GateTrainingArguments(GRPOConfig):
 
     AdamW, constant learning rate 0.01, no KL, GRPO loss.  Options of trl that are not named here
     are accepted too, and not shown by ``--help``.
+
+    Attributes:
+        given: names of the listed options that do not have their defaults.
     """
 
     output_dir: str | None = option(
@@ -363,6 +384,9 @@ class GateTrainingArguments(GRPOConfig):
         "steps",
     )
     # None until __post_init__
+    gradient_accumulation_steps: int = option(
+        None, "passes of a step; default: what --prompts-per-step takes, else 1", "steps"
+    )
     epsilon: float = option(
         None, "clip range of several updates per rollout; default: 0.2, published 0.4", "steps"
     )
@@ -376,7 +400,6 @@ class GateTrainingArguments(GRPOConfig):
     adam_beta2: float = option(0.999, "AdamW beta2", "steps")
     max_grad_norm: float = option(1.0, "gradient clipping", "steps")
     per_device_train_batch_size: int = option(8, "completions of a pass per process", "steps")
-    gradient_accumulation_steps: int = option(1, "passes, without --prompts-per-step", "steps")
     num_iterations: int = option(1, "updates per rollout", "rollouts")
     steps_per_generation: int | None = option(None, "passes per rollout", "rollouts")
     generation_batch_size: int | None = option(None, "or completions per rollout", "rollouts")
@@ -397,6 +420,8 @@ class GateTrainingArguments(GRPOConfig):
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:
+        listed = option_names(type(self))
+        self.given = {name for name in listed if getattr(self, name) != getattr(type(self), name)}
         check_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
         check_least(self, 1, "prompts_per_step", "num_generations", "num_iterations")
         check_least(self, 1, "steps_per_generation", "generation_batch_size")
@@ -415,13 +440,15 @@ class GateTrainingArguments(GRPOConfig):
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
             needed = passes(self.prompts_per_step, self.num_generations or 1, at_once)
-            if self.gradient_accumulation_steps not in (1, needed):
+            if self.gradient_accumulation_steps not in (None, needed):
                 raise ValueError(
                     f"gradient_accumulation_steps={self.gradient_accumulation_steps} and "
                     f"prompts_per_step={self.prompts_per_step}, which takes {needed} passes, "
                     "exclude each other: give one of them, or --prompts-per-step None"
                 )
             self.gradient_accumulation_steps = needed
+        elif self.gradient_accumulation_steps is None:
+            self.gradient_accumulation_steps = 1
         check_choices(self)
         recipe = RECIPES[self.recipe]
         if self.epsilon is None:

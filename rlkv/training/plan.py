@@ -348,6 +348,7 @@ def _with_engine(plan: Plan) -> Plan:
         rollout=rollout,
         rollout_rows=rows or DEFAULT_ROWS,
         rollout_kv_gib=(kv_gib or DEFAULT_KV_GIB) if rollout == "vllm" else None,
+        rollout_eager=settings.rollout_eager and rollout == "vllm",
     )
     return replace(plan, settings=chosen, why=why, lacking=lacking)
 

@@ -43,14 +43,7 @@ KEY = ("batch", "full")
 READ_BY_ALL = {
     name for group in ("finder", "run", "model") for name in option_names(RLKVSettings, group=group)
 }
-GRPO_OPTIONS = [
-    "max_steps",
-    "learning_rate",
-    "prompts_per_step",
-    "num_generations",
-    "recipe",
-    "temperature",
-]
+ARGUMENTS_READ = {"output_dir", "run_name", "seed", "use_cpu", "gradient_checkpointing"}
 
 
 # --- what finders without rollouts begin with
@@ -90,12 +83,10 @@ def load_solutions(
 
 
 def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments, read: set[str]) -> None:
-    """Name options that were set, but are neither in ``read`` nor read by a finder but GRPO."""
+    """Name options that were set, but that GRPO alone reads: not those in ``read``."""
     unread = [option.name for option in fields(settings) if option.name not in read]
     found = [name for name in unread if getattr(settings, name) != getattr(RLKVSettings, name)]
-    for name in GRPO_OPTIONS:
-        if getattr(args, name) != getattr(GateTrainingArguments, name):
-            found.append(name)
+    found += sorted(args.given - ARGUMENTS_READ) + sorted(args.noted()["trl"])
     if found:
         names = ", ".join(found)
         print(

@@ -153,7 +153,8 @@ def test_a_run_exports_scores(
     monkeypatch.setenv("WANDB_SILENT", "true")
     model, tokenizer = tiny.load()
     folder = tmp_path / "run"
-    options = {"forward_rows": 2, "l1_beta": 0.3, "wandb": "offline"}
+    options = {"forward_rows": 2, "l1_beta": 0.3, "wandb": "offline", "top_p": 0.9}
+    options["warmup_steps"] = 2
     gates = run(folder, curriculum, model, tokenizer, **options)
     assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     for name in ("gates.pt", "gates.safetensors", "adapter"):
@@ -177,8 +178,8 @@ def test_a_run_exports_scores(
         spent = sum(record[name] for record in logs.records)
         assert told["training"][total] == pytest.approx(spent, abs=1e-3)
     unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0].split(", ")
-    assert {"l1_beta", "max_steps"} <= set(unread)
-    assert not {"sink", "window", "elimination_traces"} & set(unread)
+    assert {"l1_beta", "max_steps", "top_p", "warmup_steps"} <= set(unread)
+    assert not {"sink", "window", "elimination_traces", "epsilon", "output_dir"} & set(unread)
     # the same command measures again, other settings are refused
     assert run(folder, curriculum, forward_rows=2).alpha.equal(gates.alpha)
     assert len(RunLogs.read(folder).records) == 3

@@ -148,6 +148,11 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--elimination-sparsity 0.5", "=0.5 has no effect with --finder rlkv: .*elimination$"),
         ("--elimination-traces 4", "=4 has no effect.* --finder elimination or attention"),
         ("--finder attention --elimination-prefill local", "no effect with --finder attention"),
+        ("--rollout-servers http://a:1", "no effect with --rollout hf.*add --rollout vllm-server"),
+        ("--rollout vllm --rollout-patience 9", "rollout_patience=9.0 has no effect"),
+        ("--rollout-kv-gib 3", "rollout_kv_gib=3.0 has no effect.* --rollout vllm or auto"),
+        ("--rollout vllm-server --rollout-eager", "rollout_eager=True has no effect"),
+        ("--stable-steps 5", "stable_steps=5 has no effect without target_sparsity"),
         ("--target-sparsity 1.5", "target_sparsity needs"),
         ("--target-sparsity 0.5 --stable-steps -1", "--stable-steps must"),
         ("--held-out 4", "at the sparsities of target_sparsity"),
@@ -160,6 +165,10 @@ def test_what_options_are_is_in_their_metadata() -> None:
         (
             "--prompts-per-step 3 --gradient-accumulation-steps 5",
             "gradient_accumulation_steps=5 and prompts_per_step=3, which takes",
+        ),
+        (
+            "--prompts-per-step 4 --gradient-accumulation-steps 1",
+            "gradient_accumulation_steps=1 and prompts_per_step=4, which takes 2 passes",
         ),
         (
             "--prompts-per-step 3 --per-device-train-batch-size 8 --steps-per-generation 3",

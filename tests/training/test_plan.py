@@ -144,6 +144,7 @@ def test_without_vllm_transformers_sample_and_hours_are_named(without_vllm: None
     assert 2 * (found.settings.rollout_rows or 0) + 15 + 4 <= 72  # rows of 1 GiB, and a copy
     assert "pip install 'rlkv[vllm]'" in found.line()
     assert " h in all" in found.line()
+    assert plan("--rollout-eager").settings.rollout == "hf"
     on_cpu = plan(gib=None)
     assert (on_cpu.settings.rollout_rows, on_cpu.settings.rollout_kv_gib) == (64, None)
     assert "this CPU" in on_cpu.line()
