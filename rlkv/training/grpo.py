@@ -100,6 +100,12 @@ def train_gates(
         model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
     if start is not None:
         start.check_model(model.config)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {settings.model} has no chat template, by which GRPO writes its "
+            "prompts: put one into its folder as chat_template.jinja, or take --finder elimination "
+            "or attention, which do without"
+        )
     longest = longest_prompt(curriculum, tokenizer) + (args.max_completion_length or 0)
     most = max_positions(model.config)
     if longest > most:

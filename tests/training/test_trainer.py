@@ -228,6 +228,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
             patch.setattr(model.config, name, 0.1, raising=False)
             with pytest.raises(ValueError, match=f"{name} is 0.1"):
                 random_run.run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
+        patch.setattr(tokenizer, "chat_template", None)
+        with pytest.raises(ValueError, match=r"no chat template, .* chat_template\.jinja"):
+            random_run.run(tmp_path / "run")
     with pytest.raises(ValueError, match="steps_per_generation=1 makes several"):
         random_run.run(tmp_path / "run", ["--steps-per-generation", "1"])
     curriculum = tmp_path / "curriculum.jsonl"
