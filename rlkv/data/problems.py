@@ -6,13 +6,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkv import smol, tiny
 from rlkv.models.builtin import SMOL, TINY, dataset_rows
 from rlkv.models.shape import same_model
 from rlkv.utils.files import read_jsonl
 from rlkv.utils.runtime import require
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
@@ -121,6 +124,31 @@ def other_models(path: str | Path, model: str) -> list[str]:
     """Return the models other than ``model`` that a curriculum's rows name as their source."""
     named = {str(row["model"]) for row in read_curriculum(path) if row.get("model")}
     return sorted(name for name in named if not same_model(name, model))
+
+
+def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Dataset | None]:
+    """Return the problems to train on and those held out, drawn with the seed of ``args``.
+
+    The latter are None where ``number`` is 0.
+
+    Raises:
+        ValueError: if none would be left, or the processes cannot share out the others evenly.
+    """
+    if number == 0:
+        return curriculum, None
+    if number >= len(curriculum):
+        raise ValueError(
+            f"held_out={number} leaves none of {len(curriculum)} problems to train on: lower it"
+        )
+    if number % args.world_size:
+        raise ValueError(
+            f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
+        )
+    parts = curriculum.train_test_split(test_size=number, seed=args.seed)
+    held = list(parts["test"]["prompt"])
+    # a curriculum may have a problem twice, also with its answer in two forms
+    others = [at for at, prompt in enumerate(parts["train"]["prompt"]) if prompt not in held]
+    return parts["train"].select(others), parts["test"]
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

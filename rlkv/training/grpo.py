@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from rlkv.attention import LocalSizes
 from rlkv.attention.head_gate import set_gates
-from rlkv.data.problems import read_curriculum
+from rlkv.data.problems import hold_out, read_curriculum
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
 from rlkv.models.loading import dtype_name, files_digest, load_model, load_tokenizer
@@ -187,31 +187,6 @@ def load_curriculum(
         prompt = build_messages(row["problem"], template)
         found.append({"prompt": prompt, "answer": row["answer"]})
     return rows, Dataset.from_list(found)
-
-
-def hold_out(curriculum: Dataset, number: int, args: Any) -> tuple[Dataset, Dataset | None]:
-    """Return the problems to train on and those held out, drawn with the seed of ``args``.
-
-    The latter are None where ``number`` is 0.
-
-    Raises:
-        ValueError: if none would be left, or the processes cannot share out the others evenly.
-    """
-    if number == 0:
-        return curriculum, None
-    if number >= len(curriculum):
-        raise ValueError(
-            f"held_out={number} leaves none of {len(curriculum)} problems to train on: lower it"
-        )
-    if number % args.world_size:
-        raise ValueError(
-            f"held_out={number} is not a multiple of the {args.world_size} processes: change it"
-        )
-    parts = curriculum.train_test_split(test_size=number, seed=args.seed)
-    held = list(parts["test"]["prompt"])
-    # a curriculum may have a problem twice, also with its answer in two forms
-    others = [at for at, prompt in enumerate(parts["train"]["prompt"]) if prompt not in held]
-    return parts["train"].select(others), parts["test"]
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -14,12 +14,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from rlkv.attention.branches import MIN_BLOCK
 from rlkv.attention.call import LocalSizes
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.plan import CacheSettings
-from rlkv.data.problems import read_curriculum
+from rlkv.data.problems import hold_out, read_curriculum
 from rlkv.gates.allocation import SPARSITIES, HeadAllocation
 from rlkv.models.builtin import BUILT_IN
 from rlkv.models.loading import dtype_name
@@ -135,8 +136,8 @@ class Plan:
     Attributes:
         settings: with the engine, rows and memory of its rollouts chosen.
         footprint: None for a model whose shape is not known.
-        problems, tokens: of the curriculum, and of its mean output; None if it is not there or does
-            not say.
+        problems: to train on; None if the curriculum is not there.
+        tokens: of its mean output; None if it is not there or does not say.
         positions: tokens of the longest prompt and completion.
         why: why the engine is not vLLM; empty if it is, or was asked for.
         lacking: GiB that the GPU is too small by; 0 if all fits.
@@ -183,7 +184,7 @@ class Plan:
         if of_rollout in (None, own):  # a rollout for each step, as trl has it by default
             of_rollout = of_step
         prompts = self.samples * of_rollout // of_step // group
-        rollouts = (self.problems - self.settings.held_out) // prompts
+        rollouts = self.problems // prompts
         of_epoch = math.ceil(rollouts * of_rollout * args.num_iterations / of_step)
         return math.ceil(args.num_train_epochs * of_epoch)
 
@@ -298,7 +299,7 @@ def make_plan(
         args=args,
         machine=machine,
         footprint=Footprint.of(settings.model, dtype_name(settings.dtype, device)),
-        problems=None if rows is None else len(rows),
+        problems=None if rows is None else _num_taught(rows, settings.held_out, args),
         tokens=fmean(lengths) if lengths else None,
         positions=prompt_tokens + (args.max_completion_length or 0),
     )
@@ -309,6 +310,14 @@ def make_plan(
             "full attention and grouped heads, such as Llama, Qwen3 or Gemma 3"
         )
     return _with_engine(plan)
+
+
+def _num_taught(rows: Sequence[dict[str, Any]], held_out: int, args: GateTrainingArguments) -> int:
+    """Count the problems to train on: neither held out nor the same as one that is."""
+    if held_out == 0:
+        return len(rows)
+    prompts = Dataset.from_list([{"prompt": row["problem"]} for row in rows])
+    return len(hold_out(prompts, held_out, args)[0])
 
 
 def _with_engine(plan: Plan) -> Plan:

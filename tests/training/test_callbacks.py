@@ -17,13 +17,12 @@ from peft import get_peft_model
 from transformers import TrainerCallback
 
 from rlkv.attention.head_gate import HeadGateConfig, set_gates
-from rlkv.data.problems import read_curriculum
+from rlkv.data.problems import hold_out, read_curriculum
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import render_prompt
 from rlkv.training import callbacks
 from rlkv.training.callbacks import StopWhenStable
-from rlkv.training.grpo import hold_out
 from rlkv.training.run_folder import last_checkpoint
 from rlkv.training.trainer import RLKVTrainer
 from rlkv.utils.files import read_log

@@ -84,6 +84,17 @@ def test_rollouts_that_several_updates_use() -> None:
     assert plan(*options, *spread, processes=8, rows=rows[:40]).steps == 4
 
 
+def test_a_plan_counts_no_held_out_problem_nor_its_copies() -> None:
+    rows = [{"problem": f"p {number}", "answer": "1"} for number in range(40)]
+    options = ("--max-steps", "-1", "--num-train-epochs", "1", "--prompts-per-step", "4")
+    held = ("--held-out", "8", "--target-sparsity", "0.5")
+    assert plan(*options, rows=rows).steps == 10
+    assert plan(*options, *held, rows=rows).steps == 8
+    twice = plan(*options, *held, rows=rows * 2)  # 8 of 80, of which 16 have a copy or are one
+    assert twice.problems is not None
+    assert 64 <= twice.problems < 72
+
+
 def test_a_plan_says_where_the_problems_come_from() -> None:
     assert "problems of the built-in task" in page("--config", "tiny")["curriculum"]
     line = page("--config", "tiny", "--model", "smol")["curriculum"]
