@@ -177,7 +177,7 @@ def test_a_run_exports_scores(
     for name, total in (("time/step_s", "seconds"), ("time/step_cpu_s", "cpu_seconds")):
         spent = sum(record[name] for record in logs.records)
         assert told["training"][total] == pytest.approx(spent, abs=1e-3)
-    unread = capsys.readouterr().out.partition("does not read ")[2].partition("(")[0].split(", ")
+    unread = capsys.readouterr().out.partition("does not read ")[2].partition(" (")[0].split(", ")
     assert {"l1_beta", "max_steps", "top_p", "warmup_steps"} <= set(unread)
     assert not {"sink", "window", "elimination_traces", "epsilon", "output_dir"} & set(unread)
     # the same command measures again, other settings are refused
