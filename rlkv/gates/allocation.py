@@ -27,7 +27,7 @@ def num_full_heads(sparsity: float, total: int) -> int:
     """Return ``round((1 - sparsity) * total)`` in decimal arithmetic; on a tie a head stays full.
 
     Raises:
-        ValueError: if ``sparsity`` is no number or outside [0, 1].
+        ValueError: if ``sparsity`` is not a number or outside [0, 1].
     """
     if isinstance(sparsity, bool | str):
         raise ValueError(f"sparsity is {sparsity!r}: it must be a number from 0 to 1")

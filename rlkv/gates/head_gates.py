@@ -33,7 +33,7 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         # RuntimeError: sparse or quantized tensors, or far too large ones
         raise ValueError(
-            f"{source}: {name} is no matrix of numbers ({str(error).splitlines()[0]})"
+            f"{source}: {name} is not a matrix of numbers ({str(error).splitlines()[0]})"
         ) from error
     if matrix.dim() != 2 or matrix.numel() == 0:
         raise ValueError(

@@ -19,7 +19,7 @@ from rlkv.utils.runtime import require
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", re.IGNORECASE)
-FORMAT = 1  # of the folders: another one where a file is to be converted anew
+FORMAT = 1  # of the folders: raised where files must be converted again
 CONTENT = "rlkv"  # of the turn that shows how the chat template ends one
 
 

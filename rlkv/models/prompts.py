@@ -45,12 +45,12 @@ def fill_template(problem: str, template: str = DEFAULT_TEMPLATE) -> str:
     """Return the user's message for ``problem``.
 
     Raises:
-        ValueError: if ``template`` is no name in :data:`TEMPLATES`, or ``problem`` cannot be
+        ValueError: if ``template`` is not a name in :data:`TEMPLATES`, or ``problem`` cannot be
             written as UTF-8.
     """
     if not is_text(problem):
         raise ValueError(
-            "the problem is no text: it holds half a surrogate pair or bytes that are no UTF-8"
+            "the problem is not text: it holds half a surrogate pair or bytes that are not UTF-8"
         )
     if template not in TEMPLATES:
         raise ValueError(

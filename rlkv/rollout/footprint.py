@@ -72,8 +72,8 @@ MOST_ROWS = {"hf": 64, "vllm": 256}
 COPIES = 2  # of transformers' cache at once, when rows leave
 DEFAULT_KV_GIB = 4.0  # where no GPU says what fits
 MEAN_LENGTH = 0.5  # mean tokens of a completion, as a share of the longest
-# a decoding step of transformers on a GPU, per layer, beside reading the weights: that of graphs
-# with mixed attention, 16 rows of an 8B model and 32 of a 1.5B model on an H200
+# a decoding step of transformers on a GPU, per layer, in addition to reading the weights: that of
+# graphs with mixed attention, 16 rows of an 8B model and 32 of a 1.5B model on an H200
 HF_STEP_SECONDS = 3e-4
 DECODE_SHARE = 0.3  # of a GPU's bandwidth that vLLM reaches as it reads weights and KV
 # tokens/s times parameters of a CPU thread in bfloat16: 32 rows of a model of 1.5B in vLLM

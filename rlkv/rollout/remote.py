@@ -146,8 +146,7 @@ class Connection:
 
         Raises:
             Failure: as :meth:`exchange`, or for an answer that does not belong to the request.
-            ValueError: if the server refuses the request, or has been started anew with another
-                engine.
+            ValueError: if the server refuses the request, or was restarted with another engine.
         """
         if not chunk:  # only shows whether the server works again
             self.exchange("GET", "/health")
@@ -179,7 +178,7 @@ class Connection:
                 changed.append(f"{name} was {old!r} and is now {new!r}")
         if changed:
             raise ValueError(
-                f"the rollout server at {self.url} has been started anew with another engine "
+                f"the rollout server at {self.url} was restarted with another engine "
                 f"({', '.join(changed)}): start it as before, then repeat the training's command, "
                 "which resumes from its last checkpoint"
             )
@@ -188,7 +187,7 @@ class Connection:
         """Return the JSON of the answer, which may take as long as the server is alive.
 
         Raises:
-            Failure: if there is no answer, or one that may be another the next time.
+            Failure: if there is no answer, or one that may differ the next time.
             ValueError: if the server refuses the request.
         """
         connection = http.client.HTTPConnection(self.host, self.port, timeout=SILENCE_SECONDS)
@@ -392,8 +391,8 @@ class RolloutClient:
                 return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
             except KeyError as error:
                 raise ValueError(
-                    f"{server.url} is no rollout server of this version of rlkv: its /health has "
-                    f"no {error}"
+                    f"{server.url} is not a rollout server of this version of rlkv: its /health "
+                    f"has no {error}"
                 ) from None
             except Failure as failure:
                 if time.monotonic() > deadline:

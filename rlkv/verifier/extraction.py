@@ -160,7 +160,7 @@ def extract_answer(output: str) -> str | None:
     Read is what follows the thoughts, or all of it where they do not end.  The last box counts,
     boxes that are joined by commas or "and" together, or a sentence like "The final answer is 7"
     after it; without both, "answer: 7" or the only bold value in the last line.  A last box that is
-    empty or never ends is no answer; nor is one in the middle of thoughts that were opened in
+    empty or never ends is not an answer, nor is one in the middle of thoughts that were opened in
     ``output`` and never end.  The last number of a text does not count: a text that was cut or that
     wandered off always ends in *some* number.
     """

@@ -4,7 +4,7 @@ math-verify compares mathematics, and misreads or drops what is written out here
 unicode, program notation, groups of digits, repeating decimals.  Takes time linear in the text.
 """
 
-# ruff: noqa: RUF001 (signs that look like others are what is told apart here)
+# ruff: noqa: RUF001 (this file tells signs from others that look like them)
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _matrix(match: re.Match[str]) -> str:
 
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
-_START = r"(?<![A-Za-z\\])"  # of a word that is no command
+_START = r"(?<![A-Za-z\\])"  # of a word that is not a command
 _SWITCHES = (
     "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle"
     "|boldmath"
@@ -297,7 +297,7 @@ def mark_words(text: str, every: bool) -> str:
     r"""Return ``text`` with words as ``\text{word}``, in lower case and singular.
 
     Args:
-        every: all runs of letters are words, not only those that are no product of variables.
+        every: all runs of letters are words, not only those that are not a product of variables.
     """
 
     def mark(match: re.Match[str]) -> str:

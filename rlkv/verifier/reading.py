@@ -414,7 +414,7 @@ def _words(words: list[str]) -> Reading:
 # --- what must be equal
 
 Pairs = list[tuple[str, str]]
-# what is no product: throws of a coin, Roman numbers, quotients with remainders
+# what is not a product: throws of a coin, Roman numbers, quotients with remainders
 _CODE = re.compile(r"[HT]{3}|IV|VI|IX|XI|XL|LX|XC|CX|\d+ ?R ?\d+")
 
 
@@ -463,7 +463,7 @@ def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
             return False
     are_times = all(re.fullmatch(r"\d{1,2}:\d\d", value) for value in pair)
     if are_times and pair[0].lstrip("0") != pair[1].lstrip("0"):
-        return False  # 3:30 and 2:20 are no ratios
+        return False  # 3:30 and 2:20 are not ratios
     if gold.units == found.units:
         return pair[0].replace(" ", "") == pair[1].replace(" ", "") or [pair]
     scaled = (_scaled(gold), _scaled(found))

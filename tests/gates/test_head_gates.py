@@ -73,7 +73,7 @@ INFINITE = WRONG.nan_to_num(nan=float("inf"))
         ({"mean_alpha": INFINITE}, "gates: mean_alpha.*layer 2, head 1"),
         ({"alpha": torch.rand(5)}, r"alpha.*\[5\].*num_kv_heads"),
         ({"alpha": torch.rand(0, 6)}, r"alpha has shape \[0, 6\]"),
-        ({"alpha": "none"}, "alpha is no matrix of numbers"),
+        ({"alpha": "none"}, "alpha is not a matrix of numbers"),
         ({"mean_alpha": torch.rand(6, 4)}, r"mean_alpha.*\[6, 4\].*\[4, 6\]"),
         ({"alpha": torch.rand(5, 6), "mean_alpha": None}, "alpha.*5 layers.*4 x 6.*owner/model"),
         ({"sink": -1}, "sink is -1"),

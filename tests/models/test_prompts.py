@@ -46,5 +46,5 @@ def test_the_first_named_template_is_chosen() -> None:
     assert choose_template(None, "plain", "boxed", model="tiny") == "plain"
     with pytest.raises(ValueError, match=r"unknown .* template 'math'.*boxed, plain, rlkv"):
         choose_template("math", "plain", model="smol")
-    with pytest.raises(ValueError, match="is no text"):
+    with pytest.raises(ValueError, match="is not text"):
         fill_template("\ud800")
