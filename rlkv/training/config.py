@@ -10,6 +10,7 @@ Every option says in its metadata what is done with it, so that no list of names
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -63,6 +64,17 @@ def check_choices(settings: Any) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             choices = ", ".join(get_args(hint))
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def check_read(settings: Any, name: str, switch: str, readers: Sequence[str]) -> None:
+    """Raise ``ValueError`` if ``name`` was set, but ``switch`` to none of ``readers``."""
+    value = getattr(settings, name)
+    chosen = getattr(settings, switch)
+    if chosen not in readers and value != getattr(type(settings), name):
+        raise ValueError(
+            f"{name}={value!r} has no effect with --{switch} {chosen}: leave it out, or add "
+            f"--{switch} {' or '.join(readers)}"
+        )
 
 
 @dataclass
@@ -239,9 +251,9 @@ class RLKVSettings(RunSettings):
             if self.finder != "rlkv" and getattr(self, name) not in (None, False, 0):
                 raise ValueError(f"{name} {why.format(finder=self.finder)}")
         for name in sorted(option_names(RLKVSettings, group="elimination")):
-            self._check_read(name, "finder", _READERS.get(name, ("elimination",)))
+            check_read(self, name, "finder", _READERS.get(name, ("elimination",)))
         for name, engines in _OF_ROLLOUT.items():
-            self._check_read(name, "rollout", engines)
+            check_read(self, name, "rollout", engines)
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"
@@ -263,16 +275,6 @@ class RLKVSettings(RunSettings):
             )
         if self.rollout_kv_gib is not None and not self.rollout_kv_gib > 0:
             raise ValueError(f"rollout_kv_gib must be above 0, got {self.rollout_kv_gib}")
-
-    def _check_read(self, name: str, switch: str, readers: tuple[str, ...]) -> None:
-        """Raise ValueError if ``name`` was set, but ``switch`` to none of ``readers``."""
-        value = getattr(self, name)
-        chosen = getattr(self, switch)
-        if chosen not in readers and value != getattr(RLKVSettings, name):
-            raise ValueError(
-                f"{name}={value!r} has no effect with --{switch} {chosen}: leave it out, or add "
-                f"--{switch} {' or '.join(readers)}"
-            )
 
     @property
     def servers(self) -> list[str]:
@@ -538,6 +540,11 @@ class GateTrainingArguments(GRPOConfig):
 
 # data -> its usual loss, and the method that the gates file names
 SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}
+# options that one kind of data alone reads: the recall task makes its own texts and prompts
+_OF_DATA = {
+    "recall": ("haystack", "passkeys", "passkey_words", "min_length"),
+    "traces": ("template", "curriculum", "allow_foreign_curriculum"),
+}
 
 
 @dataclass
@@ -596,19 +603,9 @@ class DistillSettings(RunSettings):
                 "prefill full is for --data traces without gradient_checkpointing, which drops the "
                 "prompts' keys and values: use prefill local"
             )
-        if self.data == "traces" and self.haystack is not None:
-            raise ValueError(
-                "haystack belongs to --data recall: traces need no text to hide passkeys in"
-            )
-        if self.data == "recall" and self.template is not None:
-            raise ValueError(
-                f"template {self.template} belongs to --data traces: the recall task has its own "
-                "prompts"
-            )
-        if self.data == "recall" and self.curriculum is not None:
-            raise ValueError(
-                "curriculum belongs to --data traces: the recall task makes its own texts"
-            )
+        for data, names in _OF_DATA.items():
+            for name in names:
+                check_read(self, name, "data", [data])
 
     @property
     def loss_kind(self) -> str:

@@ -334,14 +334,17 @@ def recall_task(settings: DistillSettings, tokenizer: Any) -> tuple[Draw, dict[s
     """Return the draw of recall samples, what a run notes of its data, and their most tokens.
 
     Raises:
-        ValueError: for a haystack that cannot be read.
+        ValueError: for a haystack that cannot be read, or options that the tiny model has no use
+            for.
     """
     is_tiny = knows_bindings(tokenizer)
-    if is_tiny and settings.haystack is not None:
-        raise ValueError(
-            f"--haystack {settings.haystack}: the tiny model reads no text, its haystack is "
-            "definitions of its task"
-        )
+    for name in ("haystack", "passkey_words", "min_length", "max_length") if is_tiny else ():
+        value = getattr(settings, name)
+        if value != getattr(DistillSettings, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: the tiny model reads no text, its haystack "
+                "is definitions of its task"
+            )
     facts = {"recall_task": "bindings of the tiny task"}
     longest = 0  # which the tiny model reads by design
     draw_one: Callable[[random.Random], MarkedText] = partial(

@@ -190,8 +190,9 @@ def test_mixed_precision_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--data traces --haystack a.txt", "haystack belongs to --data recall"),
-        ("--curriculum a.parquet", "curriculum belongs to --data traces"),
+        ("--data traces --haystack a.txt", "haystack='a.txt' has no effect with --data traces"),
+        ("--data traces --passkeys 4", "passkeys=4 has no effect.*, or add --data recall"),
+        ("--curriculum a.parquet", "curriculum='a.parquet' has no effect with --data recall"),
         ("--prefill full", "prefill full is for --data traces"),
         ("--data traces --prefill full --gradient-checkpointing", "use prefill local"),
         ("--max-length 10", "max_length must be at least 1000"),

@@ -184,7 +184,7 @@ def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None
 # --- whole runs of the tiny model
 
 OPTIONS = """--sink 2 --window 6 --steps 4 --batch-size 3 --forward-rows 2 --device cpu
-    --dtype float32 --save-steps 2 --learning-rate 0.1 --passkeys 6 --l1-weight 0.5"""
+    --dtype float32 --save-steps 2 --learning-rate 0.1 --l1-weight 0.5"""
 
 
 def run(folder: Path, *options: str) -> HeadGates:
@@ -285,11 +285,9 @@ def test_the_text_task_runs_with_a_haystack(tmp_path: Path) -> None:
     )
     book = tmp_path / "book.txt"
     book.write_text("Call me anything you like. " * 20)
-    short = {"passkeys": 1, "passkey_words": 2, "min_length": 300, "max_length": 400, "steps": 2}
-    options = [*OPTIONS.split(), "--output-dir", str(tmp_path / "run"), "--haystack", str(book)]
-    for name, value in short.items():
-        options += [f"--{name}", str(value)]
-    settings = parse_distill_config(options)
+    short = "--passkeys 1 --passkey-words 2 --min-length 300 --max-length 400 --steps 2"
+    folder = ["--haystack", str(book), "--output-dir", str(tmp_path / "run")]
+    settings = parse_distill_config([*OPTIONS.split(), *short.split(), *folder])
     gates = distill_gates(settings, make_tiny_model("qwen3", vocab_size=len(vocab)), tokenizer)
     assert gates.training["recall_task"] == "word sequences in text"
     assert (gates.alpha < 1).any()
@@ -308,7 +306,8 @@ EMPTY = {"problem": "p", "answer": "1"}
         ("--data traces", None, "no traces: pass --curriculum FILE"),
         ("--data traces --curriculum nowhere.parquet", None, "nowhere.parquet: there is no such"),
         ("--haystack a.txt", None, "the tiny model reads no text"),
-        ("--template plain", None, "template plain belongs to --data traces"),
+        ("--passkey-words 4", None, "--passkey-words 4: the tiny model reads no text"),
+        ("--template plain", None, "template='plain' has no effect with --data recall"),
         ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
         ("--data traces", EMPTY, "line 1.*output"),
         ("--data traces", {**EMPTY, "output": " "}, "output of row 1 "),
