@@ -126,7 +126,7 @@ class StopWhenStable(TrainerCallback):
         self, make_gates: Callable[[], HeadGates], sparsities: Sequence[float], steps: int
     ) -> None:
         self.make_gates = make_gates
-        self.sparsities = tuple(sparsities)
+        self.sparsities = list(sparsities)
         self.steps = steps
         self.unchanged = 0
         self._full: Tensor | None = None  # bool [sparsities, layers, KV heads]
@@ -159,13 +159,16 @@ class StopWhenStable(TrainerCallback):
             )
 
     def state(self) -> dict[str, Any]:
-        sparsities = list(self.sparsities)
-        found = {"sparsities": sparsities, "full": self._full, "unchanged": self.unchanged}
-        return {**found, "alpha": self._alpha}
+        return {
+            "sparsities": self.sparsities,
+            "full": self._full,
+            "unchanged": self.unchanged,
+            "alpha": self._alpha,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier run, unless it had other sparsities."""
-        if state.get("sparsities") == list(self.sparsities):
+        if state.get("sparsities") == self.sparsities:
             self._full = state["full"]
             self.unchanged = state["unchanged"]
             self._alpha = state.get("alpha")  # missing in checkpoints of 0.2 and before

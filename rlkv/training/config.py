@@ -385,7 +385,7 @@ class GateTrainingArguments(GRPOConfig):
         "those above --importance-cap",
         "steps",
     )
-    # None until __post_init__
+    # None: they follow from others, in __post_init__
     gradient_accumulation_steps: int = option(
         None, "passes of a step; default: what --prompts-per-step takes, else 1", "steps"
     )
@@ -395,6 +395,8 @@ class GateTrainingArguments(GRPOConfig):
     importance_cap: float = option(
         None, "vllm: largest importance weight, 0: none; default: 3, published 5", "steps"
     )
+    steps_per_generation: int = option(None, "passes per rollout", "rollouts")
+    generation_batch_size: int = option(None, "or completions per rollout", "rollouts")
     learning_rate: float = option(0.01, "AdamW learning rate of the gates", "steps")
     lr_scheduler_type: str = option("constant", "learning rate schedule", "steps")
     weight_decay: float = option(0.017, "AdamW weight decay of the gates", "steps")
@@ -403,13 +405,11 @@ class GateTrainingArguments(GRPOConfig):
     max_grad_norm: float = option(1.0, "gradient clipping", "steps")
     per_device_train_batch_size: int = option(8, "completions of a pass per process", "steps")
     num_iterations: int = option(1, "updates per rollout", "rollouts")
-    steps_per_generation: int | None = option(None, "passes per rollout", "rollouts")
-    generation_batch_size: int | None = option(None, "or completions per rollout", "rollouts")
-    num_generations: int | None = option(4, "samples per prompt", "rollouts")
+    num_generations: int = option(4, "samples per prompt", "rollouts")
     temperature: float = option(1.0, "of sampling", "rollouts")
     top_p: float = option(1.0, "of sampling", "rollouts")
     top_k: int = option(0, "of sampling, 0: all tokens", "rollouts")
-    max_completion_length: int | None = option(512, "most tokens of a sample", "rollouts")
+    max_completion_length: int = option(512, "most tokens of a sample", "rollouts")
     # other defaults than trl's
     loss_type: str = "grpo"
     logging_steps: float = 1
@@ -427,6 +427,7 @@ class GateTrainingArguments(GRPOConfig):
         check_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
         check_least(self, 1, "prompts_per_step", "num_generations", "num_iterations")
         check_least(self, 1, "steps_per_generation", "generation_batch_size")
+        check_least(self, 1, "max_completion_length")
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder of the run")
         if self.max_steps == 0 or self.max_steps < -1:
@@ -441,7 +442,7 @@ class GateTrainingArguments(GRPOConfig):
             )
         if self.prompts_per_step is not None:
             at_once = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
-            needed = passes(self.prompts_per_step, self.num_generations or 1, at_once)
+            needed = passes(self.prompts_per_step, self.num_generations, at_once)
             if self.gradient_accumulation_steps not in (None, needed):
                 raise ValueError(
                     f"gradient_accumulation_steps={self.gradient_accumulation_steps} and "
@@ -484,7 +485,7 @@ class GateTrainingArguments(GRPOConfig):
             )
         check_least(self, 0, "epsilon", "max_grad_norm", "weight_decay", "learning_rate")
         check_least(self, 1, "save_total_limit")
-        prompts = (self.prompts_per_step or 0) * (self.steps_per_generation or 1)
+        prompts = (self.prompts_per_step or 0) * self.steps_per_generation
         if prompts % self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation={self.steps_per_generation} splits prompts_per_step="
@@ -517,15 +518,15 @@ class GateTrainingArguments(GRPOConfig):
     def samples_per_step(self) -> int:
         """Completions of one optimizer step over all processes."""
         if self.prompts_per_step is not None:
-            return self.prompts_per_step * (self.num_generations or 1)
+            return self.prompts_per_step * self.num_generations
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     @property
     def prompts_per_rollout(self) -> int:
         """Different prompts of one rollout over all processes."""
-        steps = self.steps_per_generation or 1
+        steps = self.steps_per_generation
         samples = self.samples_per_step * steps // self.gradient_accumulation_steps
-        return samples // (self.num_generations or 1)
+        return samples // self.num_generations
 
     @property
     def device(self) -> torch.device:

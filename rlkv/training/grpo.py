@@ -106,7 +106,7 @@ def train_gates(
             "prompts: put one into its folder as chat_template.jinja, or take --finder elimination "
             "or attention, which do without"
         )
-    longest = longest_prompt(curriculum, tokenizer) + (args.max_completion_length or 0)
+    longest = longest_prompt(curriculum, tokenizer) + args.max_completion_length
     most = max_positions(model.config)
     if longest > most:
         raise ValueError(
@@ -159,7 +159,7 @@ def load_curriculum(
     if settings.curriculum is not None:
         rows = read_curriculum(settings.curriculum)
     elif settings.model == TINY:
-        most = args.max_completion_length or 0
+        most = args.max_completion_length
         numbers = range(MIN_DEFINITIONS, MAX_DEFINITIONS + 1)
         fitting = [number for number in numbers if longest_solution(number) <= most]
         longest = max(fitting, default=MIN_DEFINITIONS)

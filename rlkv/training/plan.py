@@ -156,7 +156,7 @@ class Plan:
     @property
     def mean_tokens(self) -> float:
         """Tokens of a completion: as the curriculum has it, else assumed."""
-        longest = self.args.max_completion_length or 0
+        longest = self.args.max_completion_length
         return MEAN_LENGTH * longest if self.tokens is None else min(self.tokens, longest)
 
     @property
@@ -175,13 +175,13 @@ class Plan:
             return args.max_steps
         if self.problems is None:
             return None
-        group = args.num_generations or 1
+        group = args.num_generations
         own = of_step = args.gradient_accumulation_steps  # passes, in as many processes as now
         if args.prompts_per_step is not None:
             at_once = args.per_device_train_batch_size * self.machine.processes
             of_step = passes(args.prompts_per_step, group, at_once)
         of_rollout = args.steps_per_generation
-        if of_rollout in (None, own):  # a rollout for each step, as trl has it by default
+        if of_rollout == own:  # a rollout for each step, as trl has it by default
             of_rollout = of_step
         prompts = self.samples * of_rollout // of_step // group
         rollouts = self.problems // prompts
@@ -301,7 +301,7 @@ def make_plan(
         footprint=Footprint.of(settings.model, dtype_name(settings.dtype, device)),
         problems=None if rows is None else _num_taught(rows, settings.held_out, args),
         tokens=fmean(lengths) if lengths else None,
-        positions=prompt_tokens + (args.max_completion_length or 0),
+        positions=prompt_tokens + args.max_completion_length,
     )
     model = plan.footprint
     if model is not None and not any(model.heads):
@@ -335,15 +335,15 @@ def _with_engine(plan: Plan) -> Plan:
         room = int(USABLE * free) - plan.own_weights - plan.update(args.gradient_checkpointing)
         if rollout == "vllm":
             # its copy has all weights; its KV and graphs stay while the gates are updated
-            beside = room - model.weights - int(GRAPHS)
-            if settings.rollout == "auto" and model.lacking(beside, plan.positions):
+            left = room - model.weights - int(GRAPHS)
+            if settings.rollout == "auto" and model.lacking(left, plan.positions):
                 rollout = "hf"
                 why = "two copies of the weights leave no room for KV"
             else:
-                room = beside
+                room = left
         whole = args.prompts_per_step is not None
         processes = plan.machine.processes if whole else args.world_size
-        samples = (args.generation_batch_size or DEFAULT_ROWS) // processes  # of a rollout here
+        samples = args.generation_batch_size // processes  # of a rollout here
         row = plan.positions * model.kv_per_token
         if kv_gib is None:
             kv_gib = max(min(room, samples * row), row) / GIB
@@ -475,7 +475,7 @@ def _serving(plan: Plan, model: Footprint) -> str:
     """Say the KV of one text of mean length by sparsity."""
     settings = plan.settings
     shape = model.shape
-    tokens = plan.positions - (plan.args.max_completion_length or 0) + round(plan.mean_tokens)
+    tokens = plan.positions - plan.args.max_completion_length + round(plan.mean_tokens)
     group_size = shape.num_query_heads // shape.num_kv_heads
     size = KVSizes(shape.head_dim, group_size, model.itemsize, heads=model.heads)
     places = (shape.num_layers, shape.num_kv_heads)

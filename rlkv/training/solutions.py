@@ -157,7 +157,7 @@ def draw_traces(
 
 
 def check_dropout(config: Any) -> None:
-    """Raise ``ValueError`` for dropout that is no module and cannot be switched off."""
+    """Raise ``ValueError`` for dropout that is not a module and cannot be switched off."""
     for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
         if value := getattr(config.get_text_config(), name, 0):
             raise ValueError(

@@ -141,8 +141,8 @@ class RLKVTrainer(GRPOTrainer):
         model: the frozen model; it is wrapped with :class:`HeadGateConfig`.
         train_dataset: columns ``prompt`` (messages) and ``answer``.
         tokenizer: padding on the left, with a chat template.
-        reward: decides which completions are right; the verifier by default.
-        engine: samples the completions instead of ``model``; of rollout servers only the main
+        reward: decides which completions are right.
+        engine: samples the completions, None: ``model`` does; of rollout servers only the main
             process has a client.
 
     Raises:
@@ -164,9 +164,9 @@ class RLKVTrainer(GRPOTrainer):
         settings: RLKVSettings,
         train_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        reward: Reward = verifier_reward,
-        callbacks: list[TrainerCallback] | None = None,
-        engine: GatedEngine | None = None,
+        reward: Reward,
+        callbacks: list[TrainerCallback],
+        engine: GatedEngine | None,
     ) -> None:
         prompts = args.prompts_per_rollout
         if len(train_dataset) < prompts:
@@ -175,7 +175,7 @@ class RLKVTrainer(GRPOTrainer):
                 "lower prompts_per_step or add problems"
             )
         check_dropout(model.config)
-        if (args.steps_per_generation or 1) < args.gradient_accumulation_steps:
+        if args.steps_per_generation < args.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation={args.steps_per_generation} makes several rollouts a step, "
                 "of which the log would show the last: give at least the "
@@ -187,15 +187,15 @@ class RLKVTrainer(GRPOTrainer):
         self.engine = engine
         self.output_dir = Path(str(args.output_dir))
         self.shares = Shares(
-            rows=prompts * (args.num_generations or 1),
-            slots=(args.generation_batch_size or 0) // args.world_size,
+            rows=prompts * args.num_generations,
+            slots=args.generation_batch_size // args.world_size,
             processes=args.world_size,
         )
         self.sharding = take_sharding(args)
         self.release_weights = nothing  # of a sharded base, after a backward pass
         self.gate_mean = GateMean()
         self.skip_nonfinite = SkipNonFinite()
-        stops = [callback for callback in callbacks or [] if isinstance(callback, StopWhenStable)]
+        stops = [callback for callback in callbacks if isinstance(callback, StopWhenStable)]
         self.stop_when_stable = stops[0] if stops else None
         self.samples: list[dict[str, Any]] = []  # texts of the last rollout, for the log
         self._answers: list[str] = []  # of the rows that are being sampled
@@ -222,7 +222,7 @@ class RLKVTrainer(GRPOTrainer):
                 self.gate_mean,
                 self.skip_nonfinite,
                 ReturnMemory(),
-                *(callbacks or []),
+                *callbacks,
                 StopOnTermination(),
             ],
         )
@@ -246,7 +246,7 @@ class RLKVTrainer(GRPOTrainer):
     @property
     def steps_per_rollout(self) -> int:
         """Forward and backward passes that use the same rollout."""
-        return (self.args.steps_per_generation or 1) * self.num_iterations
+        return self.args.steps_per_generation * self.num_iterations
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RowSampler:
         return RowSampler(
@@ -380,7 +380,7 @@ class RLKVTrainer(GRPOTrainer):
         if self._step % self.steps_per_rollout == 0 or self._buffered_inputs is None:
             args = self.args
             rows = self._generate_and_score_completions(generation_batch)
-            number = args.steps_per_generation or 1
+            number = args.steps_per_generation
             per_part = math.gcd(args.gradient_accumulation_steps, number)
             # which rows meet in an optimizer step: the same on all processes and after a resume
             order = torch.Generator().manual_seed(args.seed * 1_000_003 + self._step)
@@ -392,7 +392,7 @@ class RLKVTrainer(GRPOTrainer):
                 args.world_size,
                 self.accelerator.process_index,
             )
-        return self._buffered_inputs[self._step % (self.args.steps_per_generation or 1)]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Sample and judge: the rows of all processes, with the targets of the recipe."""

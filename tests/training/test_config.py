@@ -132,6 +132,8 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--num-generations 0", "--num-generations must"),
         ("--num-iterations 0", "--num-iterations must"),
         ("--steps-per-generation 0", "--steps-per-generation must"),
+        ("--num-generations None", "--num-generations needs a whole number, got 'None'"),
+        ("--max-completion-length 0", "--max-completion-length must be at least 1"),
         ("--config tiny --num-train-epochs 1", "max_steps=100 would end.*--max-steps -1"),
         ("--output-dir=", "output_dir is empty"),
         ("--fp16", "mixed_precision must be no"),
