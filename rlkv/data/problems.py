@@ -12,7 +12,7 @@ from rlkv import smol, tiny
 from rlkv.models.builtin import SMOL, TINY, dataset_rows
 from rlkv.models.shape import same_model
 from rlkv.utils.files import read_jsonl
-from rlkv.utils.runtime import require
+from rlkv.utils.runtime import first_line, require
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -179,9 +179,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 
 

@@ -30,6 +30,7 @@ from rlkv.models.layout import ranges
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import atomic_path, parse_json, read_json, write_bytes, write_json
 from rlkv.utils.numbers import check_whole
+from rlkv.utils.runtime import first_line
 
 FORMAT = "rlkv-gates"
 VERSION = 2  # 1: gates on all heads of all layers, which is written as before
@@ -131,7 +132,7 @@ def _download(address: str) -> Path:
         HfHubHTTPError,
         RevisionResolutionError,
     ) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "
         raise ValueError(
             f"{address}: {where}it could not be downloaded ({reason}), expected a local gates file "

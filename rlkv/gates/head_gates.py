@@ -17,6 +17,7 @@ from rlkv.gates.formats import read_gates, write_gates
 from rlkv.models.layout import Layout, describe_heads, gated_places
 from rlkv.models.shape import ModelShape
 from rlkv.utils.numbers import check_whole
+from rlkv.utils.runtime import first_line
 
 # Published gates reach 0.0106 below 0 and 0.0078 above 1, which is one optimizer step; more is
 # clipped with a warning.
@@ -33,7 +34,7 @@ def _matrix(values: Any, name: str, source: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         # RuntimeError: sparse or quantized tensors, or far too large ones
         raise ValueError(
-            f"{source}: {name} is not a matrix of numbers ({str(error).splitlines()[0]})"
+            f"{source}: {name} is not a matrix of numbers ({first_line(error)})"
         ) from error
     if matrix.dim() != 2 or matrix.numel() == 0:
         raise ValueError(

@@ -26,6 +26,7 @@ from rlkv.utils.files import (
     save_figure,
     write_text,
 )
+from rlkv.utils.runtime import first_line
 
 COLORS = "viridis"
 CELL = 0.32  # inches per head in a heat map
@@ -128,7 +129,7 @@ def push_gates(
             message = "KV head gates"
             commit = HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
         except (OSError, HFValidationError, HTTPError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise ValueError(
                 f"{address}: the gates could not be pushed ({reason}): log in with `hf auth login` "
                 "as one who may write to this repository, and check the network"

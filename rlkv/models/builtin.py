@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlkv.utils.runtime import require
+from rlkv.utils.runtime import first_line, require
 
 TINY = "tiny"
 SMOLLM2 = "smollm2"
@@ -61,7 +61,7 @@ def connection_error(repo: str, file: str, repo_type: str = "model") -> str | No
             return None  # no such repository, no access: the download itself says it better
         return f"{constants.ENDPOINT} answers with HTTP status {error.response.status_code}"
     except Exception as error:  # whatever the installed HTTP client raises
-        return _first_line(error)
+        return first_line(error)
     return None
 
 
@@ -81,15 +81,11 @@ def dataset_rows(
         try:
             rows = datasets.load_dataset(name, name=config, split=split)
         except (OSError, ValueError) as failed:
-            error = _first_line(failed)
+            error = first_line(failed)
     if error is not None:
         raise ValueError(f"cannot load {what} from the hub ({error}): {advice}")
     for number, row in enumerate(rows, start=1):
         yield f"{name} row {number}", row
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # --- built-in models

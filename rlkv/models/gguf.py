@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkv.models.builtin import made_once
-from rlkv.utils.runtime import require
+from rlkv.utils.runtime import first_line, require
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", re.IGNORECASE)
@@ -87,7 +87,7 @@ def _convert(file: Path, folder: Path) -> None:
             raise ValueError(f"{len(missing)} tensors are missing; is it one part of several?")
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a reader of its own, whose errors have no class in common
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise ValueError(
             f"transformers cannot read the GGUF file {str(file)!r} ({reason}): give the model's "
             "original folder or hub id"

@@ -17,7 +17,7 @@ from rlkv.models.builtin import BUILT_IN, built_in_folder, connection_error
 from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
 from rlkv.utils.files import read_json
-from rlkv.utils.runtime import digest, digest_of
+from rlkv.utils.runtime import digest, digest_of, first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -217,7 +217,7 @@ def _hub_error(model: str) -> str | None:
 
 
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
     if hub_error is not None:

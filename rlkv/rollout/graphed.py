@@ -26,6 +26,7 @@ from rlkv.cache.plan import CallLayout, CallPart
 from rlkv.cache.reallocation import GrowingCache
 from rlkv.cache.stores import FullStore
 from rlkv.models.loading import cache_argument
+from rlkv.utils.runtime import first_line
 
 AHEAD = 256  # tokens for which a graph gets room
 RECORDABLE = (IMPLEMENTATION, PLAIN)  # attention that reads its place on the device
@@ -215,7 +216,7 @@ def graphed_step(
     except RuntimeError as error:
         _REFUSED.add(model)
         # the end of a capture that failed raises an error of its own
-        reason = str(error.__context__ or error).strip().partition("\n")[0]
+        reason = first_line(error.__context__ or error)
         warnings.warn(
             f"no CUDA graph could be made of the model ({reason}): tokens take longer", stacklevel=2
         )

@@ -43,6 +43,11 @@ SWITCHES = {KERNEL: True, GRAPH: True}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; its class if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def switched_on(switch: str) -> bool:
     """Return whether an environment variable of ``SWITCHES`` is on; ValueError if misspelt."""
     value = os.environ.get(switch, "")
