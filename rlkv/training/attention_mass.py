@@ -35,6 +35,7 @@ from rlkv.training.config import GateTrainingArguments, RLKVSettings
 from rlkv.training.run_folder import FinderLog, RunFolder
 from rlkv.training.solutions import (
     READ_BY_ALL,
+    by_length,
     check_masks,
     draw_traces,
     hard_masks,
@@ -86,13 +87,11 @@ def score_heads(
         heads = gate_counts(gated)
         log = FinderLog(run, args.run_name, heads)
         has_gate = gated_places(heads, len(heads), max(heads))
-        ordered = sorted(traces, key=lambda trace: len(trace.ids))
         sum_LH = torch.zeros(1)
-        with progress_bar("attention", "solutions", len(ordered)) as bar:
-            for start in range(0, len(ordered), settings.forward_rows):
+        with progress_bar("attention", "solutions", len(traces)) as bar:
+            for texts in by_length(traces, settings.forward_rows):
                 wall = time.perf_counter()
                 cpu = time.process_time()
-                texts = ordered[start : start + settings.forward_rows]
                 score_BLH = outside_mass(gated, texts, settings.sink, settings.window)
                 bar.advance(len(texts))
                 sum_LH = sum_LH + score_BLH.sum(0)

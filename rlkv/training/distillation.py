@@ -62,6 +62,7 @@ from rlkv.training.run_folder import (
 )
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
+    by_length,
     check_dropout,
     check_head,
     check_masks,
@@ -258,11 +259,10 @@ class Distiller:
         rate = settings.learning_rate * lr_factor(self.step, settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        ordered = sorted(samples, key=lambda sample: len(sample.ids))
         distilled = 0.0
         right = 0
-        for first in range(0, len(ordered), settings.forward_rows):
-            loss, found = self._backward(ordered[first : first + settings.forward_rows], answers)
+        for texts in by_length(samples, settings.forward_rows):
+            loss, found = self._backward(texts, answers)
             distilled += loss
             right += found
         l1 = torch.cat(self.gates).mean()

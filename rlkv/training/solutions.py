@@ -227,6 +227,13 @@ def _check_prompts(model: Any, text: MarkedText) -> None:
 # --- batches
 
 
+def by_length(texts: Sequence[MarkedText], rows: int) -> Iterator[list[MarkedText]]:
+    """Yield ``rows`` texts at a time, the shortest first."""
+    ordered = sorted(texts, key=lambda text: len(text.ids))
+    for start in range(0, len(ordered), rows):
+        yield ordered[start : start + rows]
+
+
 class PromptLayer(DynamicLayer):
     """Keys and values of prompts, ``[B, H, P, D]``, which stay as they are."""
 
@@ -423,12 +430,11 @@ class TraceLoss:
         self._known = {(row["batch"], row["full"]): row["loss"] for row in found}
         self.cpu_seconds = sum(row["cpu_s"] for row in found)
         self._clock = time.process_time()
-        ordered = sorted(traces, key=lambda trace: len(trace.ids))
         self.batches = []
         self.full = []  # what full attention expects of each batch, in pieces
         with torch.no_grad(), model.disable_adapter():
-            for start in range(0, len(ordered), rows):
-                batch = make_batch(self.decoder, ordered[start : start + rows], prefill)
+            for texts in by_length(traces, rows):
+                batch = make_batch(self.decoder, texts, prefill)
                 expected = []
                 for states in batch.states(self.decoder).split(TOKENS_AT_ONCE):
                     expected.append(LikelyTokens.of(log_probabilities(self.head(states))))
