@@ -261,23 +261,38 @@ class _Silent(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+@contextmanager
+def silence(health: Any) -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as silent:
+        silent.hold = threading.Event()  # type: ignore[attr-defined]
+        silent.health = health  # type: ignore[attr-defined]
+        thread = threading.Thread(target=silent.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield silent
+        finally:
+            silent.hold.set()  # type: ignore[attr-defined]
+            silent.shutdown()
+            thread.join()
+
+
 @pytest.mark.parametrize("health", [None, {"busy": False}, {}])
 def test_a_server_that_does_not_work_on_a_request_counts_as_dead(
     health: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(remote, "SILENCE_SECONDS", 0.5)
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as silent, serving(Scripted()) as alive:
-        silent.hold = threading.Event()  # type: ignore[attr-defined]
-        silent.health = health  # type: ignore[attr-defined]
-        thread = threading.Thread(target=silent.serve_forever, args=(0.02,))
-        thread.start()
+    with silence(health) as silent, serving(Scripted()) as alive:
         client = client_of(silent, *alive)
         assert tokens(client) == ALL
         assert client.retries == 1
-        silent.hold.set()  # type: ignore[attr-defined]
-        silent.shutdown()
-        thread.join()
+
+
+@pytest.mark.parametrize("health", [{"busy": False}, "ok", []])
+def test_another_server_than_ours_is_refused(health: Any) -> None:
+    named = "is not a rollout server of this version"
+    with silence(health) as other, pytest.raises(ValueError, match=named):
+        client_of(other).check(LocalSizes(2, 6), 10)
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
