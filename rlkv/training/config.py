@@ -22,6 +22,7 @@ from rlkv.data.curriculum import curriculum_folder
 from rlkv.data.problems import curriculum_template, other_models
 from rlkv.inference.options import check_least
 from rlkv.models.prompts import choose_template
+from rlkv.rollout.base import SamplingParams
 from rlkv.training.objective import RECIPES
 
 # what a run notes of an option: (may be changed when it is resumed, is published with the gates)
@@ -110,8 +111,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_least(self, 0, "image_steps", "deploy_sink")
-        check_least(self, 1, "deploy_window")
+        check_least(self, 0, "image_steps", "sink", "deploy_sink")
+        check_least(self, 1, "window", "deploy_window")
 
     def filter_command(self) -> str:
         """Return the command that writes the curriculum."""
@@ -483,6 +484,9 @@ class GateTrainingArguments(GRPOConfig):
                 f"temperature must be above 0, got {self.temperature}: greedy samples of a prompt "
                 "are equal"
             )
+        SamplingParams(
+            self.max_completion_length, self.temperature, self.top_p, self.top_k, self.seed
+        )
         check_least(self, 0, "epsilon", "max_grad_norm", "weight_decay", "learning_rate")
         check_least(self, 1, "save_total_limit")
         prompts = (self.prompts_per_step or 0) * self.steps_per_generation
