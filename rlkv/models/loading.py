@@ -185,6 +185,20 @@ def load_model(
     return loaded.to(target).eval(), tokenizer
 
 
+def load_missing(
+    name: str,
+    dtype: str,
+    device: str,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return ``model`` and ``tokenizer``; what is None is loaded, as :func:`load_model` does."""
+    if model is None:
+        model, own = load_model(name, dtype, device)
+        return model, own if tokenizer is None else tokenizer
+    return model, load_tokenizer(name) if tokenizer is None else tokenizer
+
+
 def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 

@@ -20,7 +20,7 @@ from rlkv.attention.head_gate import set_gates
 from rlkv.data.problems import hold_out, read_curriculum
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
-from rlkv.models.loading import dtype_name, files_digest, load_model, load_tokenizer
+from rlkv.models.loading import dtype_name, files_digest, load_missing, load_tokenizer
 from rlkv.models.prompts import build_messages, choose_template
 from rlkv.models.shape import max_positions
 from rlkv.rollout.base import GatedEngine
@@ -93,11 +93,10 @@ def train_gates(
     if held_out is not None:
         every.append(HeldOut(held_out, settings, make_gates, lambda: trainer))
     every += logs  # last: the others add figures to the record
-    if model is None or tokenizer is None:
-        dtype = dtype_name(settings.dtype, args.device)
-        load_as(dtype)
-        # the trainer moves it
-        model, tokenizer = load_model(settings.model, dtype=dtype, device="cpu")
+    dtype = dtype_name(settings.dtype, args.device)
+    load_as(dtype)
+    # the trainer moves it
+    model, tokenizer = load_missing(settings.model, dtype, "cpu", model, tokenizer)
     if start is not None:
         start.check_model(model.config)
     if not tokenizer.chat_template:

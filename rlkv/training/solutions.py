@@ -26,7 +26,7 @@ from rlkv.attention.head_gate import HeadGateConfig, set_gates
 from rlkv.data.problems import read_curriculum
 from rlkv.data.recall import MarkedText, encode
 from rlkv.models.layout import Layout
-from rlkv.models.loading import cache_argument, dtype_name, load_model, refuse_own_cache
+from rlkv.models.loading import cache_argument, dtype_name, load_missing, refuse_own_cache
 from rlkv.models.prompts import render_prompt
 from rlkv.training.config import GateTrainingArguments, RLKVSettings, option_names
 from rlkv.utils.runtime import shadow
@@ -75,8 +75,9 @@ def load_solutions(
             "without a launcher, or take --finder rlkv"
         )
     settings = replace(settings, dtype=dtype_name(settings.dtype, args.device))
-    if model is None or tokenizer is None:
-        model, tokenizer = load_model(settings.model, dtype=settings.dtype, device=str(args.device))
+    model, tokenizer = load_missing(
+        settings.model, settings.dtype, str(args.device), model, tokenizer
+    )
     # with_curriculum has chosen the template
     recorded = read_traces(str(settings.curriculum), tokenizer, str(settings.template))
     return settings, model, recorded

@@ -17,6 +17,7 @@ from rlkv.cli.app import CONFIGS
 from rlkv.models import builtin, loading
 from rlkv.models.loading import (
     files_digest,
+    load_missing,
     load_model,
     load_tokenizer,
     resolve_device,
@@ -31,6 +32,18 @@ from tests.helpers.models import build_tokenizer, make_tiny_model
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 WEIGHTS = "model.safetensors"
+
+
+def test_a_model_that_is_given_alone_is_not_replaced() -> None:
+    model, tokenizer = make_tiny_model("llama"), build_tokenizer()
+    cpu = ("tiny", "float32", "cpu")
+    assert load_missing(*cpu, model, tokenizer) == (model, tokenizer)
+    found, loaded = load_missing(*cpu, model, None)
+    assert found is model
+    assert len(loaded) == len(load_tokenizer("tiny"))
+    found, kept = load_missing(*cpu, None, tokenizer)
+    assert kept is tokenizer
+    assert found.config.num_hidden_layers == 4
 
 
 # --- what results depend on

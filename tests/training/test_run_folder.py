@@ -261,10 +261,3 @@ def test_wandb_gets_sections_and_falls_back_to_offline(
     right = checksum_reward([row["text"] for row in logged], [row["answer"] for row in logged])
     assert [row["right"] for row in logged] == right
     run.finish.assert_called_once_with()
-
-
-def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    random_run.run(tmp_path / "run", ["--wandb", "offline", "--max-steps", "1"])
-    assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
