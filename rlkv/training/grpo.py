@@ -67,6 +67,11 @@ def train_gates(
         ValueError: for data, a model or a folder that do not fit.
     """
     main = args.process_index == 0
+    if settings.rollout == "hf" and "importance_cap" in args.given and args.importance_cap > 0:
+        raise ValueError(
+            f"importance_cap={args.importance_cap:g} has no effect with --rollout hf, whose "
+            "samples are the trainer's own: leave it out"
+        )
     settings = settings.with_curriculum()
     rows, curriculum = load_curriculum(settings, args)
     with not_loading():
