@@ -252,7 +252,7 @@ class Plan:
         if settings.rollout == "vllm":
             text += f" and {settings.rollout_kv_gib:.1f} GiB of KV"
         if self.lacking:
-            text += f"; the GPU is too small by about {self.lacking:.0f} GiB"
+            text += f"; the GPU is too small by about {self.lacking:.1f} GiB"
         return text
 
     def time(self) -> str:

@@ -178,7 +178,7 @@ def test_a_small_gpu_samples_with_the_trainers_copy_or_says_what_it_lacks(with_v
     assert (small.settings.rollout, small.settings.rollout_rows) == ("hf", 1)
     update = small.update(checkpointing=True) / GIB
     assert small.lacking == pytest.approx(15 + update + 1 - 0.9 * 20, abs=0.1)
-    assert "too small" in small.line()
+    assert f"too small by about {small.lacking:.1f} GiB" in small.line()
 
 
 def test_lengths_and_steps_come_from_the_curriculum(tmp_path: Path) -> None:
