@@ -10,7 +10,6 @@ Every option says in its metadata what is done with it, so that no list of names
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -67,15 +66,31 @@ def check_choices(settings: Any) -> None:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
-def check_read(settings: Any, name: str, switch: str, readers: Sequence[str]) -> None:
-    """Raise ``ValueError`` if ``name`` was set, but ``switch`` to none of ``readers``."""
-    value = getattr(settings, name)
-    chosen = getattr(settings, switch)
-    if chosen not in readers and value != getattr(type(settings), name):
-        raise ValueError(
-            f"{name}={value!r} has no effect with --{switch} {chosen}: leave it out, or add "
-            f"--{switch} {' or '.join(readers)}"
-        )
+# options that have no effect unless another option, named first, has one of these values
+_READ_WITH = {
+    ("finder", "rlkv"): "init_gates plan held_out",
+    ("finder", "elimination"): (
+        "elimination_distillation elimination_sparsity elimination_prefill elimination_budget"
+    ),
+    ("finder", "elimination", "attention"): "elimination_traces",
+    ("rollout", "vllm-server"): "rollout_servers rollout_patience",
+    ("rollout", "vllm", "auto"): "rollout_kv_gib rollout_eager",
+    ("data", "recall"): "haystack passkeys passkey_words min_length",
+    ("data", "traces"): "template curriculum allow_foreign_curriculum",
+}
+
+
+def check_effects(settings: Any) -> None:
+    """Raise ``ValueError`` for an option that was set and has no effect."""
+    for (switch, *values), names in _READ_WITH.items():
+        chosen = getattr(settings, switch, None)
+        for name in () if chosen is None or chosen in values else names.split():
+            given = getattr(settings, name)
+            if given != getattr(type(settings), name):
+                raise ValueError(
+                    f"{name}={given!r} has no effect with --{switch} {chosen}: leave it out, or "
+                    f"add --{switch} {' or '.join(values)}"
+                )
 
 
 @dataclass
@@ -144,26 +159,6 @@ class RunSettings:
             self.template, curriculum_template(self.curriculum), model=self.model
         )
         return replace(self, template=template)
-
-
-# finders that read the options of the group "elimination", where it is not that one alone
-_READERS = {"elimination_traces": ("elimination", "attention")}
-# what must sample for these options to be read
-_OF_ROLLOUT = {
-    "rollout_servers": ("vllm-server",),
-    "rollout_patience": ("vllm-server",),
-    "rollout_kv_gib": ("vllm", "auto"),
-    "rollout_eager": ("vllm", "auto"),
-}
-# options that only GRPO takes, and why
-_GRPO_ALONE = {
-    "init_gates": (
-        "is where GRPO starts, but --finder {finder} starts from none: leave one of them out, "
-        "or re-rank gates with inference/rerank_heads.py"
-    ),
-    "plan": "is for GRPO: leave it or --finder {finder} out",
-    "held_out": "is measured while GRPO trains: leave --finder {finder} out",
-}
 
 
 @dataclass
@@ -248,13 +243,7 @@ class RLKVSettings(RunSettings):
                 f"elimination_distillation must be 0 or at least {LEAST_STEPS}, got "
                 f"{self.elimination_distillation}"
             )
-        for name, why in _GRPO_ALONE.items():
-            if self.finder != "rlkv" and getattr(self, name) not in (None, False, 0):
-                raise ValueError(f"{name} {why.format(finder=self.finder)}")
-        for name in sorted(option_names(RLKVSettings, group="elimination")):
-            check_read(self, name, "finder", _READERS.get(name, ("elimination",)))
-        for name, engines in _OF_ROLLOUT.items():
-            check_read(self, name, "rollout", engines)
+        check_effects(self)
         if self.init_gates is not None and self.init_value != 1.0:
             raise ValueError(
                 f"init_gates and init_value={self.init_value} exclude each other: give one of them"
@@ -545,11 +534,6 @@ class GateTrainingArguments(GRPOConfig):
 
 # data -> its usual loss, and the method that the gates file names
 SOURCES = {"recall": ("distance", "duo_attention"), "traces": ("kl", "trace_distillation")}
-# options that one kind of data alone reads: the recall task makes its own texts and prompts
-_OF_DATA = {
-    "recall": ("haystack", "passkeys", "passkey_words", "min_length"),
-    "traces": ("template", "curriculum", "allow_foreign_curriculum"),
-}
 
 
 @dataclass
@@ -608,9 +592,7 @@ class DistillSettings(RunSettings):
                 "prefill full is for --data traces without gradient_checkpointing, which drops the "
                 "prompts' keys and values: use prefill local"
             )
-        for data, names in _OF_DATA.items():
-            for name in names:
-                check_read(self, name, "data", [data])
+        check_effects(self)
 
     @property
     def loss_kind(self) -> str:

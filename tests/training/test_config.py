@@ -146,7 +146,7 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
         ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
         ("--finder elimination --plan", "--finder elimination"),
-        ("--finder attention --held-out 4", "held_out.*leave --finder attention out"),
+        ("--finder attention --held-out 4", "held_out=4 has no effect with --finder attention"),
         ("--init-gates g.pt --init-value 0.5", "exclude each other"),
         ("--plan-gpus h100", "--plan"),
         ("--elimination-distillation 7", "must be 0 or at least 8, got 7"),
