@@ -68,23 +68,28 @@ def check_choices(settings: Any) -> None:
 
 # options that have no effect unless another option, named first, has one of these values
 _READ_WITH = {
-    ("finder", "rlkv"): "init_gates plan held_out",
+    ("finder", "rlkv"): ("init_gates", "plan", "held_out"),
     ("finder", "elimination"): (
-        "elimination_distillation elimination_sparsity elimination_prefill elimination_budget"
+        "elimination_distillation",
+        "elimination_sparsity",
+        "elimination_prefill",
+        "elimination_budget",
     ),
-    ("finder", "elimination", "attention"): "elimination_traces",
-    ("rollout", "vllm-server"): "rollout_servers rollout_patience",
-    ("rollout", "vllm", "auto"): "rollout_kv_gib rollout_eager",
-    ("data", "recall"): "haystack passkeys passkey_words min_length",
-    ("data", "traces"): "template curriculum allow_foreign_curriculum",
+    ("finder", "elimination", "attention"): ("elimination_traces",),
+    ("rollout", "vllm-server"): ("rollout_servers", "rollout_patience"),
+    ("rollout", "vllm", "auto"): ("rollout_kv_gib", "rollout_eager"),
+    ("data", "recall"): ("haystack", "passkeys", "passkey_words", "min_length"),
+    ("data", "traces"): ("template", "curriculum", "allow_foreign_curriculum"),
 }
 
 
 def check_effects(settings: Any) -> None:
     """Raise ``ValueError`` for an option that was set and has no effect."""
     for (switch, *values), names in _READ_WITH.items():
-        chosen = getattr(settings, switch, None)
-        for name in () if chosen is None or chosen in values else names.split():
+        chosen = getattr(settings, switch, None)  # finders differ in what they have
+        if chosen is None or chosen in values:
+            continue
+        for name in names:
             given = getattr(settings, name)
             if given != getattr(type(settings), name):
                 raise ValueError(
