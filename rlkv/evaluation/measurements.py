@@ -7,6 +7,7 @@ Methods are compared at the same bytes of KV: each gets the largest budget that 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -427,16 +428,14 @@ class Texts:
         self, share: float, policy: EvictionPolicy, full: Tensor, fixed: bool = False
     ) -> EvictionPolicy | None:
         """Return ``policy`` with the largest ratio of the text so far, or of all of it."""
-        low = -1  # the most steps known to fit
-        high = STEPS + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            sized = replace(policy, budget=None, ratio=middle / STEPS)
-            if self.held(sized, full, fixed) <= share:
-                low = middle
-            else:
-                high = middle
-        return None if low < 0 else replace(policy, budget=None, ratio=low / STEPS)
+
+        def sized(steps: int) -> EvictionPolicy:
+            return replace(policy, budget=None, ratio=steps / STEPS)
+
+        fitting = bisect_right(
+            range(STEPS + 1), share, key=lambda steps: self.held(sized(steps), full, fixed)
+        )
+        return sized(fitting - 1) if fitting else None
 
     def match_heads(self, share: float, order: Order, shape: tuple[int, int]) -> Tensor | None:
         """Return the full heads when heads are compressed in ``order`` until the rest fits.
