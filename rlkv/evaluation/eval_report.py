@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -281,14 +281,8 @@ def write_report(folder: Path, done: Evaluation) -> None:
         summaries.append(summarize(task, method, rows, done.rows.get((task, FULL)), other))
     origin = provenance()
     write_json(folder / RESULTS, {"config": done.config, **origin, "results": summaries})
-    plots = {}
-    for task in dict.fromkeys(summary["task"] for summary in summaries):
-        own = [summary for summary in summaries if summary["task"] == task]
-        if all(summary["method"] == FULL for summary in own):
-            continue
-        plots[task] = plot_accuracy(folder / plot_name(task), task, done.methods, own)
     begun = _begun(folder, done)
-    page = evaluation_page(done.methods, summaries, origin, done.config, plots, begun)
+    page = evaluation_page(folder, done.methods, summaries, origin, done.config, begun)
     page.write_report(folder)
 
 
@@ -311,20 +305,20 @@ def _begun(folder: Path, done: Evaluation) -> str:
 
 
 def evaluation_page(
+    folder: Path,
     methods: list[CompressionMethod],
     summaries: list[Metrics],
     origin: Metrics,
     config: dict[str, Any],
-    plots: Mapping[str, Path],
     begun: str = "",
 ) -> Page:
-    """Return the report of all tasks.
+    """Return the report of all tasks, and write their plots.
 
     Args:
+        folder: takes the plots; the page is to be written there too.
         summaries: of every task with every method (:func:`summarize`).
         origin: what :func:`rlkv.utils.runtime.provenance` returns.
         config: the options; published numbers are those of its model.
-        plots: a picture by task, in the folder that the page is written to.
         begun: a sentence on rows that were not all made alike.
     """
     page = Page(f"Evaluation of {config['model']}")
@@ -336,7 +330,7 @@ def evaluation_page(
     for task in dict.fromkeys(summary["task"] for summary in summaries):
         page.heading(task)
         own = [summary for summary in summaries if summary["task"] == task]
-        _write_task(page, task, methods, own, config, plots.get(task))
+        _write_task(page, folder, task, methods, own, config)
     page.heading("How it was run")
     page.code(origin["command"])
     page.bullets([*_settings(config), *provenance_facts(origin), *([begun] if begun else [])])
@@ -345,16 +339,17 @@ def evaluation_page(
 
 def _write_task(
     page: Page,
+    folder: Path,
     task: str,
     methods: list[CompressionMethod],
     summaries: list[Metrics],
     config: dict[str, Any],
-    plot: Path | None,
 ) -> None:
     first = summaries[0]
     _write_provable(page, first)
     _write_accuracy(page, task, methods, summaries)
-    if plot is not None:
+    if any(summary["method"] != FULL for summary in summaries):
+        plot = plot_accuracy(folder / plot_name(task), task, methods, summaries)
         page.picture(plot, f"{task}: accuracy against the bytes of KV held, 95% intervals.")
     _write_samples(page, summaries)
     against_full = [summary for summary in summaries if "difference" in summary]

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -50,7 +51,9 @@ def report(
         summaries.append(summarize("aime24", name, own, texts.get("full"), other))
     methods = [parse_method(name, ["rlkv", "duo"]) for name in texts]
     options = {**CONFIG, "baseline": baseline, **config}
-    return evaluation_page(methods, summaries, provenance(), options, {}).markdown()
+    with patch.object(eval_report, "plot_curves", lambda path, panel: path):
+        page = evaluation_page(Path(), methods, summaries, provenance(), options)
+    return page.markdown()
 
 
 @pytest.fixture(scope="module")
