@@ -8,7 +8,6 @@ and return the same numbers for ``results.json``.  How to read the tables: docs/
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -44,6 +43,7 @@ from rlkv.evaluation.report import (
 )
 from rlkv.evaluation.study import ANALYSES, Study, StudyConfig, load_study
 from rlkv.evaluation.text_analyses import budget, lengths, modes
+from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import read_log, write_json
@@ -339,14 +339,10 @@ def gates(study: Study, page: Page) -> Metrics:
         f"{study.first.name} (first seed) and the oracle keep full too, Spearman correlations.",
     )
     folder = study.config.output_dir
-    alphas = {}
-    for ranking in study.rankings:
-        if ranking.gates:
-            own = ranking.gates[0]
-            alphas[ranking.name] = own.alpha.masked_fill(~own.gated, math.nan).tolist()
-    path = plot_distributions(folder / "gates.png", alphas)
+    first_seeds = {of.name: of.gates[0] for of in study.rankings if of.gates}
+    path = plot_distributions(folder / "gates.png", first_seeds)
     page.picture(path, "Gates in ascending order and their histogram: first seed of each method.")
-    path = plot_heat_maps(folder / "heat-maps.png", alphas)
+    path = plot_heat_maps(folder / "heat-maps.png", first_seeds)
     page.picture(path, "Gates by layer and KV head: first seed of each method.")
     return {"first": study.first.name, "methods": methods, "variants": variants, "tasks": {}}
 
@@ -386,17 +382,17 @@ def _gates_cells(seed: Metrics) -> list[str]:
     return cells
 
 
-def plot_distributions(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
-    """Plot sorted gates and a histogram in ten bins, a curve per method; NaN is no gate."""
+def plot_distributions(path: Path, methods: dict[str, HeadGates]) -> Path:
+    """Plot sorted gates and a histogram in ten bins, a curve per method."""
     ordered = {}
     histogram = {}
-    for name, alpha in alphas.items():
-        values = sorted(value for value in chain(*alpha) if not math.isnan(value))
+    for name, gates in methods.items():
+        values = sorted(gates.alpha[gates.gated].tolist())
         ordered[name] = [(rank, value, value, value) for rank, value in enumerate(values, start=1)]
         counts = np.histogram(values, bins=10, range=(0, 1))[0].tolist()
         histogram[name] = [((place + 0.5) / 10, n, n, n) for place, n in enumerate(counts)]
-    lines = {name: {"marker": ""} for name in alphas}
-    steps = {name: {"marker": "", "drawstyle": "steps-mid"} for name in alphas}
+    lines = {name: {"marker": ""} for name in methods}
+    steps = {name: {"marker": "", "drawstyle": "steps-mid"} for name in methods}
     return plot_curves(
         path,
         Panel("Gates in ascending order", "KV heads, by gate", ordered, "gate", lines, ticks=False),

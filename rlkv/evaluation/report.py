@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import COLORS
 from rlkv.utils.files import TEXT_SIZE, TITLE_SIZE, new_figure, save_figure, write_text
 
@@ -402,30 +403,30 @@ def plot_stacked(
     return _save(figure, path)
 
 
-def plot_heat_maps(path: Path, alphas: dict[str, list[list[float]]]) -> Path:
+def plot_heat_maps(path: Path, methods: Mapping[str, HeadGates]) -> Path:
     """Plot the gates of each method: layers across, KV heads down, colors from 0 to 1.
 
-    Places of NaN, which have no gate, stay white.
+    Places without a gate stay white.
     """
     from matplotlib.ticker import MaxNLocator
 
-    first = next(iter(alphas.values()))
-    width = max(2.2, 0.16 * len(first) + 0.8)
-    columns = max(1, min(int(WIDEST // width), len(alphas)))
-    lines = -(-len(alphas) // columns)
-    height = max(1.8, 0.16 * len(first[0]) + 0.9)
+    layers, heads = next(iter(methods.values())).alpha.shape
+    width = max(2.2, 0.16 * layers + 0.8)
+    columns = max(1, min(int(WIDEST // width), len(methods)))
+    lines = -(-len(methods) // columns)
+    height = max(1.8, 0.16 * heads + 0.9)
     figure, grid = new_figure(columns * width + 1.2, lines * height, columns, lines)
+    style: dict[str, Any] = {"vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
     image: Any = None
-    for axes, (name, alpha) in zip(grid, alphas.items(), strict=False):
-        by_head = list(zip(*alpha, strict=True))
-        style: dict[str, Any] = {"cmap": COLORS, "aspect": "auto", "interpolation": "nearest"}
-        image = axes.imshow(by_head, vmin=0, vmax=1, **style)
+    for axes, (name, gates) in zip(grid, methods.items(), strict=False):
+        shown = gates.alpha.masked_fill(~gates.gated, float("nan"))
+        image = axes.imshow(shown.T.numpy(), cmap=COLORS, **style)
         axes.set_title(name, fontsize=TITLE_SIZE)
         axes.set_xlabel("layer", fontsize=TEXT_SIZE)
         axes.set_ylabel("KV head", fontsize=TEXT_SIZE)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(labelsize=TEXT_SIZE)
-    for axes in grid[len(alphas) :]:
+    for axes in grid[len(methods) :]:
         axes.set_visible(False)
     figure.colorbar(image, ax=grid, label="gate", ticks=[0, 0.5, 1], shrink=0.8)
     save_figure(figure, path)
