@@ -173,7 +173,9 @@ def _measure_task(study: Study, bar: ProgressBar, task: str) -> None:
             missing = [of for of in own if (problem.key, of.key) not in store.done]
             if missing:
                 store.append(*_rows(study, problem, answer, missing))
-            bar.advance()
+                bar.advance()
+            else:
+                bar.resume(1)
         found = {(row["key"], row["condition"]): row["accepted"] for row in store.rows}
     study.accepted[task] = found
 

@@ -299,8 +299,13 @@ class Study:
         task = condition.task
         title = f"{task}: {self.labels[condition][0]}"
         before = bar.done
+        is_first = True
 
         def on_rows(done: int, _: int, accuracy: float) -> None:
+            nonlocal is_first
+            if is_first:
+                bar.resume(done)
+                is_first = False
             bar.update(before + done, title=title, note=f"accuracy {accuracy:.3f}")
 
         sizes = {} if condition.sizes is None else condition.sizes._asdict()

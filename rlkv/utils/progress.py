@@ -34,10 +34,15 @@ class ProgressBar:
         self._started = time.monotonic()
 
     def resume(self, items: int | Mapping[str, int]) -> None:
-        """Count what earlier runs finished (a number, or one per kind); the clock starts here."""
+        """Count what earlier runs finished: a number, or one per kind.
+
+        The clock starts here, if this run has finished nothing yet.
+        """
+        fresh = self.done - self._resumed
         self.advance(items)
-        self._resumed = self.done
-        self._started = time.monotonic()
+        self._resumed = self.done - fresh
+        if not fresh:
+            self._started = time.monotonic()
 
     def advance(self, items: int | Mapping[str, int] = 1) -> None:
         """Count ``items`` more; numbers per kind are shown as running totals."""

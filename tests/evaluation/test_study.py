@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from rlkv.evaluation.measurements import Condition
 from rlkv.evaluation.study import StudyConfig, load_study, policy_templates, top_heads
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.utils import progress
+from rlkv.utils.progress import progress_bar
 from rlkv.utils.store import StoreInUseError
-from tests.helpers.study_program import config_of, run, write_inputs
+from tests.helpers.study_program import NUM_PROBLEMS, config_of, run, write_inputs
 
 CACHE = CacheSettings(sink=4, window=16)
 
@@ -128,3 +131,29 @@ def test_a_condition_in_use_is_left_for_later(
     study.measure("t", requests)
     assert order == [1, 2, "wait", "wait", 0], "nothing waits while another condition is free"
     assert study.outcomes.keys() == {condition for _, condition in requests}
+
+
+def test_rows_of_an_earlier_run_are_not_fast(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study(config_of(inputs, tmp_path))
+    now = 0.0
+    paces = []
+
+    def run_method(*given: Any) -> list[dict[str, Any]]:
+        nonlocal now
+        on_rows = given[-1]
+        if not paces:
+            on_rows(0, NUM_PROBLEMS, 0.0)
+            now += 10
+        on_rows(NUM_PROBLEMS, NUM_PROBLEMS, 1.0)  # of the second condition all are there already
+        paces.append(bar.pace().partition(",")[0])
+        return []
+
+    monkeypatch.setattr(module, "run_method", run_method)
+    allocations = study.first.allocations(0.5)[0], study.first.allocations(1.0)[0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress_bar("t", "problems", 2 * NUM_PROBLEMS) as bar:
+        monkeypatch.setattr(module, "progress_bar", lambda *_: nullcontext(bar))
+        study.measure("t", [("", Condition("tiny", allocation)) for allocation in allocations])
+    assert paces == ["0.5 problems/s"] * 2

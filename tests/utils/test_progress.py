@@ -20,6 +20,9 @@ def test_resumed_items_are_not_fast(
         assert bar.pace() == "2 problems/s, 0:00:20 left"
         bar.update(70, total=80)
         assert bar.pace() == "3 problems/s, 0:00:03 left"
+        now[0] += 5
+        bar.resume(4)  # of another file of the same job
+        assert bar.pace() == "2 problems/s, 0:00:03 left"
         monkeypatch.undo()
     assert "filter" in capsys.readouterr().err
     with progress_bar("filter", "problems", disable=True) as bar:
