@@ -7,7 +7,7 @@ values (:mod:`rlkv.cache.drafts`), verifies.  The texts are those of the full ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from statistics import fmean
@@ -135,14 +135,6 @@ def draft_sparsities(study: Study) -> list[float]:
     return sorted({*study.sparsities, 1.0})
 
 
-def conditions(
-    study: Study, task: str, ranking: Ranking, sparsity: float, sizes: Sizes
-) -> list[Condition]:
-    """Return a condition per seed of ``ranking``, or per draw, as a sweep has them."""
-    seeds = study.seeds(task, ranking, ranking.allocations(sparsity))
-    return [replace(condition, sizes=sizes) for condition in seeds]
-
-
 def with_text(found: Iterable[Condition], place: int) -> list[Condition]:
     """Return the conditions that the text of problem ``place`` is a part of."""
     return [of for of in found if of.part is None or place % of.part[1] == of.part[0]]
@@ -159,7 +151,7 @@ def _measure_task(study: Study, bar: ProgressBar, task: str) -> None:
     answers = study.full(task).answers
     wanted: dict[Condition, None] = {}
     for setting in product(study.rankings, draft_sparsities(study), draft_sizes(study)):
-        wanted.update(dict.fromkeys(conditions(study, task, *setting)))
+        wanted.update(dict.fromkeys(study.at_sparsity(task, *setting)))
     settings = {
         "prompt_tokens": digest_of([problem.prompt_ids for problem in problems]),
         "texts": digest_of([answer.tokens.tolist() for answer in answers]),
@@ -252,7 +244,7 @@ def _accepted_share(
     study: Study, task: str, ranking: Ranking, sparsity: float, sizes: Sizes
 ) -> Metrics:
     """Return the share of accepted positions, over all seeds, with its interval over texts."""
-    every = conditions(study, task, ranking, sparsity, sizes)
+    every = study.at_sparsity(task, ranking, sparsity, sizes)
     counts = []
     positions = []
     texts = zip(study.problems[task], study.full(task).answers, strict=True)

@@ -371,7 +371,7 @@ class Study:
     ) -> Iterator[tuple[str, Condition]]:
         """Yield all seeds of ``rankings`` on every task, one sparsity after the other."""
         for sparsity, ranking, task in product(sparsities, rankings, self.tasks):
-            for condition in self.seeds(task, ranking, ranking.allocations(sparsity)):
+            for condition in self.at_sparsity(task, ranking, sparsity):
                 yield f"{ranking.name} @ {sparsity:g}", condition
 
     # conditions of a task, and their outcomes
@@ -395,12 +395,17 @@ class Study:
         parts = enumerate(draws)
         return [Condition(task, allocation, part=(i, len(draws))) for i, allocation in parts]
 
+    def at_sparsity(
+        self, task: str, ranking: Ranking, sparsity: float, sizes: Sizes | None = None
+    ) -> list[Condition]:
+        """Return a condition per seed, or per draw; ``sizes`` in place of the task's own."""
+        seeds = self.seeds(task, ranking, ranking.allocations(sparsity))
+        return [replace(condition, sizes=sizes) for condition in seeds]
+
     def sized(self, task: str, sizes: Sizes, sparsity: float) -> list[Condition]:
         """Return a condition per seed of the first ranking with other sinks and another window."""
         own = Sizes(self.cache.sink, self.cache.window, self.cache.protect_prompt)
-        changed = None if sizes == own else sizes
-        allocations = self.first.allocations(sparsity)
-        return [Condition(task, allocation, sizes=changed) for allocation in allocations]
+        return self.at_sparsity(task, self.first, sparsity, None if sizes == own else sizes)
 
     def outcomes_of(self, conditions: Sequence[Condition]) -> list[Outcome]:
         """Return an outcome per condition; a single one if they are parts of a task."""
@@ -412,7 +417,7 @@ class Study:
 
     def runs(self, task: str, ranking: Ranking, sparsity: float) -> list[Outcome]:
         """Return an outcome per seed; random draws have one together."""
-        return self.outcomes_of(self.seeds(task, ranking, ranking.allocations(sparsity)))
+        return self.outcomes_of(self.at_sparsity(task, ranking, sparsity))
 
     def sweep(self, task: str, of: Callable[[list[Outcome], Outcome], Any]) -> dict[str, list[Any]]:
         """Return ``of(runs, full)`` at every sparsity, by ranking."""
@@ -468,16 +473,15 @@ def load_study(config: StudyConfig) -> Study:
         )
     methods = gates_rankings(config.gates_files)
     ablations = gates_rankings(config.ablation_files)
-    every_gates = list(chain.from_iterable(of.gates for of in (*methods, *ablations)))
     named: dict[str, HeadGates] = {}
     for of in (*methods, *ablations):
         named.update(zip(of.files, of.gates, strict=True))
     cache = config.cache_settings(named)
     extra, policies = policy_templates(config, cache)
     config = replace(config, extra=extra)
-    loaded = config.problems(config.chosen_template(every_gates))
+    loaded = config.problems(config.chosen_template(named.values()))
     model, tokenizer = config.load()
-    for gates in every_gates:
+    for gates in named.values():
         gates.check_model(model.config)
     shape = ModelShape.from_config(model.config)
     heads = methods[0].heads
