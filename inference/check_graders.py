@@ -115,12 +115,16 @@ def wrong_verdicts(
     return found
 
 
+def files_of(data: Path) -> set[str]:
+    """Return the names of the tasks' files in a folder, without suffix."""
+    return {file.stem for file in data.iterdir() if file.suffix in SUFFIXES}
+
+
 def task_checks(data: Path, verifier: Verifier) -> list[Check]:
     """Check every maths task with a file, in the prompt's form and in the references' own words."""
-    here = {file.stem for file in data.iterdir() if file.suffix in SUFFIXES}
     rows = []
     for task in TASKS.values():
-        if task.kind != "math" or task.file not in here:
+        if task.kind != "math" or task.file not in files_of(data):
             continue
         problems = load_task(task.name, data)
         stated = [Problem(p.prompt, p.answer, in_form(p)) for p in problems]
@@ -246,7 +250,7 @@ def main() -> None:
     pairs = [load_pairs(source) for source in config.pairs]
     problems = {source: load_problems(source) for source in config.input}
     programs = None
-    if config.data is not None and config.code:
+    if config.data is not None and config.code and TASKS["mbpp"].file in files_of(config.data):
         programs = load_task("mbpp", config.data, config.code_limit)
     with closing(Verifier(num_workers=config.workers, timeout=config.timeout)) as verifier:
         rows = [] if config.data is None else task_checks(config.data, verifier)

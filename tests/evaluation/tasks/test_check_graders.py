@@ -119,8 +119,8 @@ def test_tasks_and_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     for name, content in rows.items():
         write(tmp_path / f"{name}.jsonl", content)
-    found = run(monkeypatch, tmp_path / "out", "--data", str(tmp_path), "--no-code")
-    assert found["code"] is None
+    found = run(monkeypatch, tmp_path / "out", "--data", str(tmp_path))
+    assert found["code"] is None, "there is no file of MBPP"
     assert [(row["task"], row["own"], len(row["refused"])) for row in found["math"]] == [
         ("gsm8k", 2, 0),
         ("math500", 2, 0),  # x=5 is 5
