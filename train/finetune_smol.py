@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rlkv.cli.app import parse, run_app
+from rlkv.evaluation.metrics import wilson_interval
 from rlkv.inference.options import check_least
 from rlkv.models.builtin import SMOLLM2
 from rlkv.models.loading import load_model, resolve_device
@@ -72,7 +72,6 @@ class FinetuneConfig:
     """auto, cpu or cuda"""
 
     def check(self) -> None:
-        """Raise ValueError for impossible options."""
         check_least(self, 1, "steps", "batch_size", "rank", "save_steps", "held_out")
 
 
@@ -266,8 +265,8 @@ def held_out_accuracy(adapter: Path, n: int, device: str) -> dict[str, Any]:
         texts = [completion.text for completion in completions]
         answers = [problem["answer"] for problem in drawn]
         right = sum(are_correct(zip(texts, answers, strict=True)))
-        low, high = binomtest(right, n).proportion_ci(method="wilson")
-        found[title] = {"n": n, "accuracy": right / n, "ci_low": float(low), "ci_high": float(high)}
+        low, high = wilson_interval(right, n)
+        found[title] = {"n": n, "accuracy": right / n, "ci_low": low, "ci_high": high}
     return found
 
 

@@ -371,13 +371,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
 
 def _check_value(option: str, given: str, hint: Any) -> None:
     """Refuse in one sentence what is not a choice or a number; of lists, a part of the value."""
-    kinds = [hint]
-    while any(get_args(kind) and get_origin(kind) is not Literal for kind in kinds):
-        inner: list[Any] = []
-        for kind in kinds:
-            is_one = get_origin(kind) is Literal or not get_args(kind)
-            inner += [kind] if is_one else get_args(kind)
-        kinds = inner
+    kinds = _kinds(hint)
     if str in kinds or (types.NoneType in kinds and given == "None"):
         return
     choices = [str(choice) for kind in kinds for choice in get_args(kind)]
@@ -389,6 +383,13 @@ def _check_value(option: str, given: str, hint: Any) -> None:
                 kind(given)
             except ValueError:
                 raise ValueError(f"{option} needs {what}, got {given!r}") from None
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the types, and choices, of which a type is put together."""
+    if get_origin(hint) is Literal or not get_args(hint):
+        return [hint]
+    return [kind for part in get_args(hint) for kind in _kinds(part)]
 
 
 # --- how a command ends

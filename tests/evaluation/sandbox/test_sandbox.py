@@ -190,10 +190,11 @@ SETUP = "from inside.judge import same_output"
 LIMITS = Limits(wall_seconds=60)
 
 
-def reason(program: str, stdin: str = "3 4\n5\n", expected: str = "12") -> str:
-    return run_tests(
-        program, [f"assert same_output(output, {expected!r})"], LIMITS, setup=SETUP, stdin=stdin
-    ).reason
+TESTS = ["assert same_output(output, '12')"]
+
+
+def reason(program: str) -> str:
+    return run_tests(program, TESTS, LIMITS, setup=SETUP, stdin="3 4\n5\n").reason
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_wrong_programs_that_read_standard_input(program: str, verdict: str) -> 
 
 
 def test_without_input_nothing_of_the_program_is_output() -> None:
-    verdict = run_tests("print(12)", ["assert same_output(output, '12')"], LIMITS, setup=SETUP)
+    verdict = run_tests("print(12)", TESTS, LIMITS, setup=SETUP)
     assert verdict.reason == "error"
 
 
