@@ -113,7 +113,6 @@ class ServingConfig(LlamaSizes):
     """Where the results go: .json, .md and .png."""
 
     def check(self) -> None:
-        """Raise ValueError for impossible settings."""
         super().check()
         check_least(self, 0, "sink")
         check_least(self, 1, "window", "requests", "rounds", "prompt_tokens", "output_tokens")
@@ -192,7 +191,6 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         if self.sparsity is None:
             return FULL_CACHE
         added = self.eviction or ("" if self.way == "exact" else self.way)

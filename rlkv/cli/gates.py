@@ -308,7 +308,6 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run ``rlkv-gates``."""
     run_app(lambda: parse_command("rlkv-gates", COMMANDS, __doc__).run())
 
 

@@ -183,7 +183,6 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
 
 
 def main() -> None:
-    """Run ``rlkv-infer``."""
     run_app(infer)
 
 

@@ -119,12 +119,10 @@ def _distill() -> None:
 
 
 def distill_main() -> None:
-    """Run ``rlkv-distill``."""
     run_app(_distill)
 
 
 def main() -> None:
-    """Run ``rlkv-train``."""
     run_app(_train)
 
 

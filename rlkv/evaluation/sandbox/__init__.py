@@ -97,7 +97,6 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether all tests passed."""
         return self.reason == "passed"
 
 

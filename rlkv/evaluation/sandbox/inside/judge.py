@@ -144,7 +144,6 @@ class Program(dict[str, Any]):
         os._exit(0)
 
     def evaluate(self, where: str, test: str) -> None:
-        """Run one test."""
         code = compile(test, where, "exec")
         self.where = where
         self.tests += test
