@@ -123,7 +123,7 @@ class Steps:
     def contender(
         self, name: str, implementation: str, make: Callable[[], Cache], context: int
     ) -> Contender:
-        """Return one that decodes with the cache of ``make`` after ``context`` tokens."""
+        """Return a contender that decodes with the cache of ``make`` after ``context`` tokens."""
         facts = {"batch": self.batch, "context": self.context, "cache": name}
         return Contender(name, facts, partial(self.begin, implementation, make, context))
 

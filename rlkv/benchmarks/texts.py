@@ -97,7 +97,7 @@ def evict_once(policy: EvictionPolicy, keys: Tensor, values: Tensor, queries: Te
 
 
 def eviction_contender(config: DecodeConfig, name: str, batch: int, entries: int) -> Contender:
-    """Return one that evicts with this policy."""
+    """Return a contender that evicts with this policy."""
 
     def begin(contender: Contender) -> Prepare:
         policy, *states = draw_states(config, name, batch, entries)
@@ -149,7 +149,7 @@ def measure_evictions(config: DecodeConfig) -> None:
 def text_contender(
     config: DecodeConfig, model: Any, method: CompressionMethod, batch: int
 ) -> Contender:
-    """Return one whose first step reads the prompts; each other one writes a token greedily."""
+    """Return a contender that reads the prompts in its first step, then writes a token in each."""
 
     full = method.allocation(model.config, {}, seed=0).full
 

@@ -60,7 +60,6 @@ class LlamaSizes:
     """Tokens in the vocabulary."""
 
     def check(self) -> None:
-        """Raise ValueError for impossible sizes."""
         check_least(self, 1, *(field.name for field in fields(LlamaSizes)))
         if self.query_heads % self.kv_heads:
             raise ValueError(
@@ -124,7 +123,7 @@ class DecodeConfig(LlamaSizes):
     window: int = 64
     """Last tokens that they keep."""
     rounds: int = 5
-    """Turns that each of the compared takes."""
+    """Turns of each cache, policy or method that is compared."""
     seconds: float = 4.0
     """Most seconds of decode steps in one turn."""
     max_steps: int = 20
@@ -149,7 +148,6 @@ class DecodeConfig(LlamaSizes):
         return f"decode_{self.kind}" if self.kind else "decode"
 
     def check(self) -> None:
-        """Raise ValueError for impossible settings."""
         super().check()
         if self.layer + self.eviction + self.texts > 1:
             raise ValueError("--layer, --eviction and --texts are measured one at a time: give one")
@@ -217,7 +215,7 @@ Prepare = Callable[[int], Callable[[], Tensor] | None]
 
 @dataclass
 class Contender:
-    """One of the compared, and what its turns measured.
+    """One of the things that are compared, and what its turns measured.
 
     Attributes:
         facts: what identifies it in a row of results.

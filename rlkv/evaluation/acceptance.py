@@ -124,7 +124,7 @@ def next_logits(model: Any, ids: Tensor, cache: Cache, last: int = 0) -> Tensor:
 
 
 def draft_sizes(study: Study) -> list[Sizes]:
-    """Return what compressible heads of drafts read: of the options, else three windows."""
+    """Return what compressible heads of drafts read: as the options say, else three windows."""
     own = study.cache
     default = [Sizes(own.sink, window, own.protect_prompt) for window in WINDOWS]
     return study.config.parsed_sizes or default

@@ -130,7 +130,7 @@ class TransformersModel:
     def decoder(
         self, allocation: HeadAllocation, cache: CacheSettings, positions: int
     ) -> AbstractContextManager[Decoder]:
-        """Return a decoder, as a context as of :class:`VLLMModel`; texts take what they need."""
+        """Return a decoder as :class:`VLLMModel` does; it needs no ``positions``."""
         return nullcontext(
             TransformersDecoder(self.model, self.tokenizer, allocation, cache, self.batch_size)
         )

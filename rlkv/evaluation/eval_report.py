@@ -257,7 +257,7 @@ COST_COLUMNS = {
 }
 COST_CAPTION = (
     "Output tokens and wall-clock time of decoding, summed over processes. The first method's time "
-    "has what is compiled in it; `rlkv-bench` compares speeds."
+    "includes compilation; `rlkv-bench` compares speeds."
 )
 TEXT_COLUMNS = {
     "method": "{method}",
@@ -287,7 +287,7 @@ def write_report(folder: Path, done: Evaluation) -> None:
 
 
 def _begun(folder: Path, done: Evaluation) -> str:
-    """Say which rows another commit, batch size or machine made, if not all are of the same."""
+    """Name rows by commit, batch size and machine, unless all have the same."""
     groups: dict[str, dict[str, None]] = {}  # names in their order
     for task, method in done.rows:
         for recorded in recorded_of_rows(folder / task.replace(":", "_") / method):
@@ -299,8 +299,8 @@ def _begun(folder: Path, done: Evaluation) -> str:
         return ""
     described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())
     return (
-        "Not all rows were made alike, so that seconds may not compare, nor in bfloat16 the texts "
-        f"token by token. {described}."
+        "Not all rows were made alike: seconds, and in bfloat16 the tokens of texts, may not be "
+        f"comparable. {described}."
     )
 
 

@@ -260,7 +260,6 @@ class TaskOptions(CacheOptions, ModelOptions):
     """texts decoded together"""
 
     def check(self) -> None:
-        """Raise ValueError for values that no run can have."""
         if not self.tasks:
             raise ValueError("--tasks is empty: name a task")
         check_least(self, 1, "limit", "batch_size")
@@ -343,7 +342,6 @@ class EvalConfig(SamplingOptions, TaskOptions):
     """
 
     def check(self) -> None:
-        """Raise ``ValueError`` for values that no evaluation can have."""
         super().check()
         if not self.methods:
             raise ValueError("--methods is empty: name a method, such as full")
@@ -361,7 +359,6 @@ class EvalConfig(SamplingOptions, TaskOptions):
         return self.output_dir / task.replace(":", "_") / method.name
 
     def samples_of(self, task: EvalTask) -> int:
-        """Return the samples of each problem of ``task``."""
         return number_for(task.name, self.num_samples, "--num-samples") or 1
 
 

@@ -403,8 +403,8 @@ class Texts:
     """Texts of which methods may hold a share of the full cache's bytes.
 
     ``lengths``: (prompt, all) cached tokens of each; ``cache``: sinks and window, and how prompts
-    are read.  Methods that match return the largest budget of which at most ``share`` is held, or
-    None; ``full`` is bool ``[layers, KV heads]``, the full heads.
+    are read.  ``match_ratio`` and ``match_heads`` return the largest budget that holds at most
+    ``share``, or None; ``full`` is bool ``[layers, KV heads]``, the full heads.
     """
 
     lengths: list[tuple[int, int]]

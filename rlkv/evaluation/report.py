@@ -219,7 +219,7 @@ def p_number(p_value: float) -> str:
 
 
 def levels(sparsities: Iterable[float]) -> list[str]:
-    """Return the titles of a column per sparsity."""
+    """Return a column title for each sparsity."""
     return [f"s = {value:g}" for value in sparsities]
 
 

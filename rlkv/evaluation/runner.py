@@ -72,7 +72,7 @@ class RunSettings:
         rank, ranks: which share of the units this process takes; rows do not depend on it.
 
     Raises:
-        ValueError: for several samples of greedy decoding, or a number below 1.
+        ValueError: for several samples of greedy decoding.
     """
 
     cache: CacheSettings

@@ -447,7 +447,7 @@ class Study:
 
 
 def take_turns(items: Iterable[Item], work: Callable[[Item], None]) -> None:
-    """Do the work of each item, of those whose files other processes are writing later."""
+    """Do the work of each item; those whose files other processes are writing come later."""
     waiting = deque(items)
     in_use = 0  # items in a row that other processes are at
     while waiting:

@@ -78,7 +78,7 @@ def check_new(path: Path, overwrite: bool) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file atomically; what UTF-8 cannot say is escaped."""
+    """Write a UTF-8 text file atomically; what UTF-8 cannot encode is escaped."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -179,7 +179,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def is_text(value: str) -> bool:
-    """Return whether UTF-8 can say it, which has no halves of a surrogate pair."""
+    """Return whether UTF-8 can encode it: it has no form for half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

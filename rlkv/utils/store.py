@@ -90,7 +90,7 @@ class ResultStore:
             self._add(row)
 
     def _record(self, origin: dict[str, Any]) -> None:
-        """Note that rows of another machine or commit follow, if none of it are there."""
+        """Note that rows of another machine or commit follow, unless it has some there already."""
         if origin not in recorded_of(self.path):
             noted = read_json(settings_path(self.path))
             noted["continued"] = [*noted.get("continued", []), origin]

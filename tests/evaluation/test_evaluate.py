@@ -127,7 +127,7 @@ def test_rows_that_were_not_made_alike_are_named(tmp_path: Path) -> None:
     methods = ["--methods", "full", "random-heads@0.5"]
     run(tmp_path, *options, *methods, "--batch-size", "2")
     page = (tmp_path / "report.md").read_text()
-    assert "seconds may not compare, nor in bfloat16 the texts token by token. 1 texts at" in page
+    assert "made alike: seconds, and in bfloat16 the tokens of texts, may not be comp" in page
     assert ": tiny full; 2 texts at once" in page
     # a file that is continued otherwise is named with both
     file = rows_file(tmp_path)

@@ -129,9 +129,9 @@ def load_task(
 
     Args:
         path: a local ``.jsonl`` or ``.parquet`` file, or a folder that holds one under the task's
-            file name (such as ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` is drawn
-            unless a file is given.
-        limit: use only the first N problems; for ``tiny``, how many are drawn (400).
+            file name (such as ``gsm8k_test.jsonl``); None: the hub's copy.  ``tiny`` and ``smol``
+            are drawn unless a file is given.
+        limit: use only the first N problems; of tasks that are drawn, how many are (400).
         template: a name in :data:`rlkv.models.prompts.TEMPLATES` for a maths task; None: the task's
             own.
 
