@@ -41,6 +41,7 @@ from rlkv.evaluation.report import (
     table_rows,
 )
 from rlkv.evaluation.study import FIXED, Study, StudyConfig
+from rlkv.rollout.base import completion_text
 
 MODE_COLORS = {"repetitive": "#c44e52", "overlength": "#dd8452", "incorrect": "#8c8c8c"}
 MEASURES = {"entropy": ngram_entropy, "repetition": repetition_rate, "frequency": ngram_frequency}
@@ -113,7 +114,7 @@ def failed_texts(study: Study, task: str) -> dict[str, Metrics]:
             if answer.mode is None or answer.mode in found or not solved:
                 continue
             tokens = answer.tokens.tolist()
-            text = str(study.tokenizer.decode(tokens, skip_special_tokens=True))
+            text = completion_text(study.tokenizer, tokens)
             if len(text) > 2 * SHOWN:
                 text = f"{text[:SHOWN]}\n[...]\n{text[-SHOWN:]}"
             example = {"problem": problem.key, "sparsity": sparsity}

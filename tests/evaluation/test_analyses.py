@@ -7,8 +7,10 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,13 +18,14 @@ from rlkv import tiny
 from rlkv.cache import CacheSettings
 from rlkv.cache.accounting import KVSizes
 from rlkv.evaluation.analyses import cost_metrics, cost_text
-from rlkv.evaluation.measurements import Texts
+from rlkv.evaluation.measurements import Answer, Outcome, Texts
 from rlkv.evaluation.study import ANALYSES, BY_NAME, load_study
-from rlkv.evaluation.text_analyses import both_right, mode_shares
+from rlkv.evaluation.text_analyses import both_right, failed_texts, mode_shares
 from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import render_prompt
+from tests.helpers.models import build_tokenizer
 from tests.helpers.plain_decoding import decode
 from tests.helpers.study_fakes import outcome, ranking
 from tests.helpers.study_program import NUM_PROBLEMS, TOKENS, config_of, results, run, write_inputs
@@ -54,6 +57,23 @@ def test_lengths_where_both_are_right() -> None:
     assert (both["own"]["mean"], both["full"]["mean"]) == ((13 + 30) / 2, (10 + 30) / 2)
     assert (both["difference"]["mean"], both["own"]["n"]) == ((3 + 0) / 2, 2)
     assert both_right([outcome("0001")], full) is None
+
+
+def test_a_text_that_failed_is_shown_as_it_was_judged() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["</think>"], special_tokens=True)
+    ids = tokenizer("a=1 </think> a=2 . <eos>", add_special_tokens=False).input_ids
+    wrong = Answer(0.0, "incorrect", np.array(ids), kv_bytes=60, kv_bytes_full=100)
+    study: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        first=None,
+        sparsities=[0.5],
+        problems={"tiny": [SimpleNamespace(key="tiny/1")]},
+        full=lambda task: outcome("1"),
+        runs=lambda *_: [Outcome("", (wrong,), seconds=1.0)],
+    )
+    text = failed_texts(study, "tiny")["incorrect"]["text"]
+    assert text.replace(" ", "") == "a=1</think>a=2."
 
 
 def test_costs_never_mix_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
