@@ -24,7 +24,14 @@ from rlkv.cache import CacheSettings
 from rlkv.cache.plan import COMPRESSIBLE, FULL_HEADS
 from rlkv.evaluation.decoders import TransformersModel, VLLMModel, check_served
 from rlkv.evaluation.metrics import RepetitionRule
-from rlkv.evaluation.runner import KEY, ROWS, RunSettings, render_problems, run_method
+from rlkv.evaluation.runner import (
+    KEY,
+    ROWS,
+    RunSettings,
+    longest_text,
+    render_problems,
+    run_method,
+)
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task
@@ -37,7 +44,6 @@ from rlkv.models.layout import Layout
 from rlkv.models.loading import load_config
 from rlkv.models.prompts import DEFAULT_TEMPLATE
 from rlkv.models.shape import ModelShape, max_positions
-from rlkv.rollout.base import check_length
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 from rlkv.vllm.plugin import check_vllm_options
@@ -439,12 +445,10 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     model = config.load_for(processes.device)
     allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
     rendered = {task.name: render_problems(task, found, model.tokenizer) for task, found in loaded}
-    longest = 0  # tokens of a text, with its prompt
+    most = max_positions(model.config)
+    longest = 0
     for name, problems in rendered.items():
-        prompt = max(len(problem.prompt_ids) for problem in problems)
-        tokens = settings[name].sampling.max_new_tokens
-        check_length(f"the longest prompt of {name}", prompt, tokens, max_positions(model.config))
-        longest = max(longest, prompt + tokens)
+        longest = max(longest, longest_text(name, problems, settings[name].sampling, most))
     for method, allocation in zip(methods, allocations, strict=True):
         own_cache = method.cache(cache)
         with model.decoder(allocation, own_cache, longest) as decoder:

@@ -28,7 +28,7 @@ from rlkv.evaluation.metrics import RepetitionRule
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.models.prompts import render_prompt
-from rlkv.rollout.base import Completion, SamplingParams
+from rlkv.rollout.base import Completion, SamplingParams, check_length
 from rlkv.utils.runtime import commit, digest_of, hardware_line, library_facts
 from rlkv.utils.store import Row, iter_shards, open_store, recorded_of
 from rlkv.verifier.extraction import opening
@@ -104,6 +104,17 @@ def render_problems(
         grade = partial(_grade, task, problem, opening(prompt))
         rendered.append(Problem(problem.id, prompt, ids, grade, f"{problem.answer}{problem.meta}"))
     return rendered
+
+
+def longest_text(task: str, problems: list[Problem], sampling: SamplingParams, most: int) -> int:
+    """Return how many tokens a text of ``task`` may have with its prompt.
+
+    Raises:
+        ValueError: if they are more than ``most``, the positions of the model.
+    """
+    prompt = max(len(problem.prompt_ids) for problem in problems)
+    check_length(f"the longest prompt of {task}", prompt, sampling.max_new_tokens, most)
+    return prompt + sampling.max_new_tokens
 
 
 def _grade(task: EvalTask, problem: EvalProblem, opened: str, text: str) -> bool:

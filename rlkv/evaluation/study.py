@@ -39,13 +39,19 @@ from rlkv.evaluation.measurements import (
     split_heads,
 )
 from rlkv.evaluation.published import published_name
-from rlkv.evaluation.runner import Problem, RunSettings, render_problems, run_method
+from rlkv.evaluation.runner import (
+    Problem,
+    RunSettings,
+    longest_text,
+    render_problems,
+    run_method,
+)
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import check_least
-from rlkv.models.shape import ModelShape
+from rlkv.models.shape import ModelShape, max_positions
 from rlkv.rollout.base import SamplingParams
 from rlkv.utils.numbers import check_whole
 from rlkv.utils.progress import ProgressBar, progress_bar
@@ -491,6 +497,7 @@ def load_study(config: StudyConfig) -> Study:
     for task, drawn in loaded:
         sampling = SamplingParams(config.token_limit(task))
         problems[task.name] = render_problems(task, drawn, tokenizer)
+        longest_text(task.name, problems[task.name], sampling, max_positions(model.config))
         settings[task.name] = RunSettings(
             cache, sampling, batch_size=config.batch_size, rule=config.rule
         )

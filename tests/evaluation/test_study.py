@@ -44,6 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--savings 1.0", "--savings 1"),
         ("--head-share 2.5", "--head-share is 2.5"),
         ("--batch-size 0", "--batch-size"),
+        ("--max-new-tokens 5000", "the longest prompt of tiny has"),
         ("--top-heads 1.5", "--top-heads 1.5"),
         ("--top-heads 25", "--top-heads 25"),
         ("--top-heads 0", "--top-heads 0"),
