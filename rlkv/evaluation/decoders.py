@@ -40,7 +40,11 @@ LEAST_STEP = 1024  # tokens of a step on a CPU
 
 
 class TransformersDecoder:
-    """A transformers model under an allocation; a :class:`~rlkv.evaluation.runner.Decoder`."""
+    """A transformers model under an allocation; a :class:`~rlkv.evaluation.runner.Decoder`.
+
+    Raises:
+        ValueError: if the model cannot be compressed, or not with this cache.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,8 @@ class TransformersDecoder:
         batch_size: int,
     ) -> None:
         self.engine = InferenceEngine(model, tokenizer, allocation, cache, batch_size)
+        if not cache.evicts_nothing(allocation.full):
+            self.engine.check()
         self.allocation = allocation
         self.size = KVSizes.of(model)
         self.facts = facts_of(model, tokenizer)

@@ -449,9 +449,13 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     longest = 0
     for name, problems in rendered.items():
         longest = max(longest, longest_text(name, problems, settings[name].sampling, most))
-    for method, allocation in zip(methods, allocations, strict=True):
-        own_cache = method.cache(cache)
-        with model.decoder(allocation, own_cache, longest) as decoder:
+    caches = [method.cache(cache) for method in methods]
+    # all are opened first: what one refuses is said before the texts of another are decoded
+    decoders = []
+    for allocation, own_cache in zip(allocations, caches, strict=True):
+        decoders.append(model.decoder(allocation, own_cache, longest))
+    for method, own_cache, opened in zip(methods, caches, decoders, strict=True):
+        with opened as decoder:
             for name, problems in rendered.items():
                 title = f"{name} {method.name}"
                 if processes.count > 1:

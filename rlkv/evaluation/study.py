@@ -491,6 +491,10 @@ def load_study(config: StudyConfig) -> Study:
         gates.check_model(model.config)
     shape = ModelShape.from_config(model.config)
     heads = methods[0].heads
+    # what the model cannot be compressed for is said before any text is decoded
+    some = methods[0].allocations(max(config.sparsities))[0]
+    for policy in (None, *policies.values()):
+        TransformersDecoder(model, tokenizer, some, cache.with_policy(policy), config.batch_size)
     truth = None if config.oracle is None else read_truth(config.oracle, shape, heads)
     problems = {}
     settings = {}

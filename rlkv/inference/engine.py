@@ -68,7 +68,7 @@ class InferenceEngine(HFEngine):
     ``settings``: what compressible heads keep.
 
     Raises:
-        ValueError: as :func:`rlkv.compress`, at the first call.
+        ValueError: as :func:`rlkv.compress`, at the first call or in :meth:`check`.
     """
 
     def __init__(
@@ -192,6 +192,11 @@ class InferenceEngine(HFEngine):
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.token_ids) for completion in completions)
         return completions, replace(sum(usages, NO_USAGE), tokens=tokens, seconds=seconds)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` now for what the first compressed call would be refused for."""
+        with self._compressed(full=False):
+            pass
 
     def _new_cache(self, limit: int, rows: list[int]) -> Cache | None:
         if self._session is None:

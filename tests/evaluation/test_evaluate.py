@@ -26,9 +26,10 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.options import CacheOptions
 from rlkv.models.shape import ModelShape
 from rlkv.utils.files import write_jsonl
+from tests.helpers.families import make_family
 from tests.helpers.gates import tiny_gates
 from tests.helpers.infer import infer
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import build_tokenizer, make_tiny_model
 from tests.helpers.plain_decoding import decode
 
 N = 12
@@ -225,6 +226,15 @@ def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], message
     with pytest.raises(ValueError, match=message):
         evaluate(["--output-dir", str(tmp_path), *arguments])
     assert not any(tmp_path.iterdir()), "nothing is written"
+
+
+def test_a_model_that_cannot_be_compressed_is_refused_before_any_text(tmp_path: Path) -> None:
+    make_family("diffllama", max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    methods = ("--methods", "full", "random-heads@0.5", "--model", str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="compute with the keys and values"):
+        run(tmp_path / "eval", *methods)
+    assert not (tmp_path / "eval").exists()
 
 
 # --- methods

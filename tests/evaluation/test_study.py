@@ -21,6 +21,8 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.utils import progress
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.store import StoreInUseError
+from tests.helpers.families import make_family
+from tests.helpers.models import build_tokenizer
 from tests.helpers.study_program import NUM_PROBLEMS, config_of, run, write_inputs
 
 CACHE = CacheSettings(sink=4, window=16)
@@ -75,6 +77,16 @@ def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -
     gates = ("--gates", f"mine={inputs}/a/gates.pt", f"wide={tmp_path}/wide.pt")
     with pytest.raises(ValueError, match=r"different values of window .*wide\.pt 32.*--window"):
         run(inputs, tmp_path / "out", *gates)
+
+
+def test_a_model_that_cannot_be_compressed_is_refused_at_once(inputs: Path, tmp_path: Path) -> None:
+    make_family("diffllama").save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    HeadGates(torch.rand(2, 2), sink=4, window=16).save(tmp_path / "gates.pt")
+    config = config_of(inputs, tmp_path / "out", "--gates", f"mine={tmp_path}/gates.pt")
+    config = replace(config, model=str(tmp_path / "model"), ablation=(), oracle=None)
+    with pytest.raises(ValueError, match="compute with the keys and values"):
+        load_study(config)
 
 
 def test_head_counts() -> None:
