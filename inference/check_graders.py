@@ -250,8 +250,11 @@ def main() -> None:
     pairs = [load_pairs(source) for source in config.pairs]
     problems = {source: load_problems(source) for source in config.input}
     programs = None
-    if config.data is not None and config.code and TASKS["mbpp"].file in files_of(config.data):
-        programs = load_task("mbpp", config.data, config.code_limit)
+    if config.data is not None and config.code:
+        if TASKS["mbpp"].file in files_of(config.data):
+            programs = load_task("mbpp", config.data, config.code_limit)
+        else:
+            print(f"{config.data} has no {TASKS['mbpp'].file}: no programs are checked", flush=True)
     with closing(Verifier(num_workers=config.workers, timeout=config.timeout)) as verifier:
         rows = [] if config.data is None else task_checks(config.data, verifier)
         for source, found in problems.items():

@@ -113,9 +113,12 @@ def _distill() -> None:
     from rlkv.utils.runtime import require
 
     require("trl", "train")
+    from rlkv.training.config import print_unread, unread_options
     from rlkv.training.distillation import distill_gates
 
-    distill_gates(parse_distill_config())
+    settings = parse_distill_config()
+    print_unread(unread_options(settings))
+    distill_gates(settings)
 
 
 def distill_main() -> None:

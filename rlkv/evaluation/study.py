@@ -493,7 +493,8 @@ def load_study(config: StudyConfig) -> Study:
     heads = methods[0].heads
     # what the model cannot be compressed for is said before any text is decoded
     some = methods[0].allocations(max(config.sparsities))[0]
-    for policy in (None, *policies.values()):
+    used = policies.values() if "budget" in config.chosen_analyses else ()
+    for policy in (None, *used):
         TransformersDecoder(model, tokenizer, some, cache.with_policy(policy), config.batch_size)
     truth = None if config.oracle is None else read_truth(config.oracle, shape, heads)
     problems = {}

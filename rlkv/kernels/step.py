@@ -1,4 +1,4 @@
-"""Inputs of the decode kernel next to the states of a layer, and which calls it serves.
+"""Inputs of the decode kernel other than the states of a layer, and which calls it serves.
 
 Loads no Triton, which may be absent.
 """

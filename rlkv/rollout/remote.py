@@ -389,10 +389,10 @@ class RolloutClient:
             try:
                 answer = server.exchange("GET", "/health")
                 return EngineFacts(**{fact.name: answer[fact.name] for fact in fields(EngineFacts)})
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError):
                 raise ValueError(
                     f"{server.url} is not a rollout server of this version of rlkv: its /health "
-                    f"does not give what one has ({error})"
+                    "lacks a field of one"
                 ) from None
             except Failure as failure:
                 if time.monotonic() > deadline:

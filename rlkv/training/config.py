@@ -10,6 +10,7 @@ Every option says in its metadata what is done with it, so that no list of names
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -83,19 +84,37 @@ _READ_WITH = {
 }
 
 
-def check_effects(settings: Any) -> None:
-    """Raise ``ValueError`` for an option that was set and has no effect."""
+# inputs and modes among them: who asks for one expects another run
+_REFUSED = {"init_gates", "plan", "held_out", "haystack", "template", "curriculum"}
+
+
+def unread_options(settings: Any) -> dict[str, str]:
+    """Return options that were set and have no effect, with what they would have one with."""
+    found = {}
     for (switch, *values), names in _READ_WITH.items():
-        chosen = getattr(settings, switch, None)  # finders differ in what they have
+        chosen = getattr(settings, switch, None)  # programs differ in what they have
         if chosen is None or chosen in values:
             continue
         for name in names:
+            if getattr(settings, name) != getattr(type(settings), name):
+                found[name] = f"--{switch} {' or '.join(values)}"
+    return found
+
+
+def check_effects(settings: Any) -> None:
+    """Raise ``ValueError`` for an input or a mode that was asked for and has no effect."""
+    for name, needed in unread_options(settings).items():
+        if name in _REFUSED:
             given = getattr(settings, name)
-            if given != getattr(type(settings), name):
-                raise ValueError(
-                    f"{name}={given!r} has no effect with --{switch} {chosen}: leave it out, or "
-                    f"add --{switch} {' or '.join(values)}"
-                )
+            raise ValueError(
+                f"{name}={given!r} has no effect without {needed}: leave it out, or add that"
+            )
+
+
+def print_unread(unread: Mapping[str, str]) -> None:
+    """Say which other options have no effect, which a config may hold for another use."""
+    for name, needed in unread.items():
+        print(f"{name} has no effect without {needed}", flush=True)
 
 
 @dataclass
@@ -258,11 +277,6 @@ class RLKVSettings(RunSettings):
         sparsities = self.target_sparsity
         if sparsities == [] or not all(0 < sparsity < 1 for sparsity in sparsities or ()):
             raise ValueError(f"target_sparsity needs numbers between 0 and 1, got {sparsities}")
-        if self.stable_steps not in (0, RLKVSettings.stable_steps) and sparsities is None:
-            raise ValueError(
-                f"stable_steps={self.stable_steps} has no effect without target_sparsity, at which "
-                "the full heads must stay the same: set both"
-            )
         if self.held_out and sparsities is None:
             raise ValueError(
                 "held_out is measured at the sparsities of target_sparsity: set both, with "

@@ -32,6 +32,8 @@ from rlkv.training.config import (
     GateTrainingArguments,
     RLKVSettings,
     option_names,
+    print_unread,
+    unread_options,
 )
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
 from rlkv.training.run_folder import RunFolder, RunLog
@@ -67,11 +69,8 @@ def train_gates(
         ValueError: for data, a model or a folder that do not fit.
     """
     main = args.process_index == 0
-    if settings.rollout == "hf" and "importance_cap" in args.given and args.importance_cap > 0:
-        raise ValueError(
-            f"importance_cap={args.importance_cap:g} has no effect with --rollout hf, whose "
-            "samples are the trainer's own: leave it out"
-        )
+    if main:
+        print_unread(unread_by_grpo(settings, args))
     settings = settings.with_curriculum()
     rows, curriculum = load_curriculum(settings, args)
     with not_loading():
@@ -104,7 +103,8 @@ def train_gates(
     model, tokenizer = load_missing(settings.model, dtype, "cpu", model, tokenizer)
     if start is not None:
         start.check_model(model.config)
-    if not tokenizer.chat_template:
+    # tokenizers of mistral-common have no such field, and write prompts all the same
+    if not getattr(tokenizer, "chat_template", True):
         raise ValueError(
             f"the tokenizer of {settings.model} has no chat template, by which GRPO writes its "
             "prompts: put one into its folder as chat_template.jinja, or take --finder elimination "
@@ -191,6 +191,17 @@ def load_curriculum(
         prompt = build_messages(row["problem"], template)
         found.append({"prompt": prompt, "answer": row["answer"]})
     return rows, Dataset.from_list(found)
+
+
+def unread_by_grpo(settings: RLKVSettings, args: GateTrainingArguments) -> dict[str, str]:
+    """Return options that were set and have no effect, with what they would have one with."""
+    found = unread_options(settings)
+    ends_early = settings.stable_steps not in (0, RLKVSettings.stable_steps)
+    if ends_early and settings.target_sparsity is None:
+        found["stable_steps"] = "--target-sparsity"
+    if settings.rollout == "hf" and "importance_cap" in args.given:
+        found["importance_cap"] = "--rollout vllm: the trainer's own samples are not weighed"
+    return found
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:

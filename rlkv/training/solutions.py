@@ -84,7 +84,7 @@ def load_solutions(
 
 
 def warn_of_unread(settings: RLKVSettings, args: GateTrainingArguments, read: set[str]) -> None:
-    """Name options that were set, but that GRPO alone reads: not those in ``read``."""
+    """Name the options that were set and only GRPO reads; ``read`` are the finder's own."""
     unread = [option.name for option in fields(settings) if option.name not in read]
     found = [name for name in unread if getattr(settings, name) != getattr(RLKVSettings, name)]
     found += sorted(args.given - ARGUMENTS_READ) + sorted(args.noted()["trl"])

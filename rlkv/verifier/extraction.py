@@ -31,8 +31,12 @@ _FINAL = re.compile(
     r"(?:\s{1,9}(?:therefore|thus|then|simply)\b)?",
     re.IGNORECASE,
 )
-# "given to 2 decimal places" is no value that could replace a box
-_OPENS_WITH_VALUE = re.compile(r"(?:[^A-Za-z\d\\]|\b[A-Za-z]\b)*[\d\\]")
+# "given to 2 decimal places" is not a value that could replace a box
+_REMARK = re.compile(
+    r"\W*(?:(?:also|then|now|already)\s)?"
+    r"(?:given|rounded|correct|accurate|expressed|written|boxed|shown|stated|reported)\b",
+    re.IGNORECASE,
+)
 _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
 _HEADING = re.compile(r"\W*answer\W*", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
@@ -141,6 +145,10 @@ def _statement(said: str) -> str:
     return _REASON.split(said, maxsplit=1)[0].strip(" *_")
 
 
+def _is_value(stated: str) -> bool:
+    return re.search(r"[\d\\]", stated) is not None and _REMARK.match(stated) is None
+
+
 def _last_line(text: str) -> str | None:
     """Return what the last line gives after "answer:" or below "Answer", or its only bold value."""
     lines = text.rstrip()[-4 * MAX_ANSWER_CHARS :].rsplit("\n", 3)
@@ -174,7 +182,7 @@ def extract_answer(output: str) -> str | None:
     stated = _stated(text, boxes[-1].start if boxes else 0)
     if stated is None and found is None:
         stated = _last_line(text[end:])
-    if stated is not None and (found is None or _OPENS_WITH_VALUE.match(stated)):
+    if stated is not None and (found is None or _is_value(stated)):
         end = len(text)
         found = stated
     if found is None or len(found) > MAX_ANSWER_CHARS or "\0" in found:

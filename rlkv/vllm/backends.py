@@ -431,7 +431,7 @@ class FullCPUImpl(CPUAttentionBackendImpl):
 class PooledCPUBackend(BackendParts, CPUAttentionBackend):
     """The stock CPU kernels, which read any distance between blocks: their backend hides that.
 
-    As it is for layers without gates, whose cache is in the pool of the bins too.
+    Layers without gates use it unchanged: their cache lies in the pool of the bins too.
     """
 
     impl = CPUAttentionBackendImpl

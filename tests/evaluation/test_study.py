@@ -15,9 +15,10 @@ from rlkv.cache import CacheSettings
 from rlkv.evaluation import study as module
 from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.measurements import Condition
-from rlkv.evaluation.study import StudyConfig, load_study, policy_templates, top_heads
+from rlkv.evaluation.study import Study, StudyConfig, load_study, policy_templates, top_heads
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.layout import Layout
 from rlkv.utils import progress
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.store import StoreInUseError
@@ -79,14 +80,26 @@ def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -
         run(inputs, tmp_path / "out", *gates)
 
 
-def test_a_model_that_cannot_be_compressed_is_refused_at_once(inputs: Path, tmp_path: Path) -> None:
-    make_family("diffllama").save_pretrained(tmp_path / "model")
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    HeadGates(torch.rand(2, 2), sink=4, window=16).save(tmp_path / "gates.pt")
-    config = config_of(inputs, tmp_path / "out", "--gates", f"mine={tmp_path}/gates.pt")
-    config = replace(config, model=str(tmp_path / "model"), ablation=(), oracle=None)
+def study_of(family: str, inputs: Path, folder: Path, *analyses: str) -> Study:
+    """Load a study of random gates of a model of ``family``."""
+    model = make_family(family, max_position_embeddings=512)
+    model.save_pretrained(folder / "model")
+    build_tokenizer().save_pretrained(folder / "model")
+    heads = Layout.from_config(model.config).heads
+    alpha = torch.tensor([[0.5] * count + [1.0] * (2 - count) for count in heads])
+    HeadGates(alpha, heads=heads, sink=4, window=16).save(folder / "gates.pt")
+    config = config_of(inputs, folder / "out", "--gates", f"mine={folder}/gates.pt")
+    model_of = {"model": str(folder / "model"), "ablation": (), "oracle": None}
+    return load_study(replace(config, **model_of, analyses=analyses))
+
+
+def test_what_cannot_be_compressed_is_refused_at_once(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compute with the keys and values"):
-        load_study(config)
+        study_of("diffllama", inputs, tmp_path, "sweep")
+    # learned sinks: policies that score attention do not serve them, and a sweep needs none
+    with pytest.raises(ValueError, match="rkv scores tokens by their attention without learned"):
+        study_of("gpt_oss", inputs, tmp_path, "budget")
+    assert study_of("gpt_oss", inputs, tmp_path, "sweep").policies
 
 
 def test_head_counts() -> None:

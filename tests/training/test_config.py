@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from rlkv.training.config import (
     GateTrainingArguments,
     RLKVSettings,
     option_names,
+    print_unread,
+    unread_options,
 )
-from rlkv.training.grpo import load_curriculum
+from rlkv.training.grpo import load_curriculum, unread_by_grpo
 from tests.helpers.programs import run_program
 
 PAPER = {
@@ -144,21 +147,16 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--vllm-gpu-memory-utilization 0.5", "vllm_gpu_memory_utilization=0.5 is for trl's own"),
         ("--model-init-kwargs {} ", "model_init_kwargs"),
         ("--recipe rank", "--recipe 'rank'.*paper, published"),
-        ("--finder elimination --init-gates g.pt", "init_gates.*--finder elimination"),
-        ("--finder elimination --plan", "--finder elimination"),
-        ("--finder attention --held-out 4", "held_out=4 has no effect with --finder attention"),
+        (
+            "--finder elimination --init-gates g.pt",
+            "init_gates='g.pt' has no effect without --finder rlkv",
+        ),
+        ("--finder elimination --plan", "plan=True has no effect without --finder rlkv"),
+        ("--finder attention --held-out 4", "held_out=4 has no effect without --finder rlkv"),
         ("--init-gates g.pt --init-value 0.5", "exclude each other"),
         ("--plan-gpus h100", "--plan"),
         ("--elimination-distillation 7", "must be 0 or at least 8, got 7"),
         ("--elimination-traces 0", "--elimination-traces must"),
-        ("--elimination-sparsity 0.5", "=0.5 has no effect with --finder rlkv: .*elimination$"),
-        ("--elimination-traces 4", "=4 has no effect.* --finder elimination or attention"),
-        ("--finder attention --elimination-prefill local", "no effect with --finder attention"),
-        ("--rollout-servers http://a:1", "no effect with --rollout hf.*add --rollout vllm-server"),
-        ("--rollout vllm --rollout-patience 9", "rollout_patience=9.0 has no effect"),
-        ("--rollout-kv-gib 3", "rollout_kv_gib=3.0 has no effect.* --rollout vllm or auto"),
-        ("--rollout vllm-server --rollout-eager", "rollout_eager=True has no effect"),
-        ("--stable-steps 5", "stable_steps=5 has no effect without target_sparsity"),
         ("--target-sparsity 1.5", "target_sparsity needs"),
         ("--target-sparsity 0.5 --stable-steps -1", "--stable-steps must"),
         ("--held-out 4", "at the sparsities of target_sparsity"),
@@ -196,9 +194,8 @@ def test_mixed_precision_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--data traces --haystack a.txt", "haystack='a.txt' has no effect with --data traces"),
-        ("--data traces --passkeys 4", "passkeys=4 has no effect.*, or add --data recall"),
-        ("--curriculum a.parquet", "curriculum='a.parquet' has no effect with --data recall"),
+        ("--data traces --haystack a.txt", "haystack='a.txt' has no effect without --data recall"),
+        ("--curriculum a.parquet", "curriculum='a.parquet' has no effect without --data traces"),
         ("--prefill full", "prefill full is for --data traces"),
         ("--data traces --prefill full --gradient-checkpointing", "use prefill local"),
         ("--max-length 10", "max_length must be at least 1000"),
@@ -242,6 +239,37 @@ def test_the_program_ends_with_one_sentence(
 def write(path: Path, *rows: dict[str, Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ("--elimination-sparsity 0.5", {"elimination_sparsity": "--finder elimination"}),
+        ("--elimination-traces 4", {"elimination_traces": "--finder elimination or attention"}),
+        ("--rollout-servers http://a:1", {"rollout_servers": "--rollout vllm-server"}),
+        ("--rollout vllm --rollout-patience 9", {"rollout_patience": "--rollout vllm-server"}),
+        ("--rollout-kv-gib 3", {"rollout_kv_gib": "--rollout vllm or auto"}),
+        ("--rollout vllm-server --rollout-eager", {"rollout_eager": "--rollout vllm or auto"}),
+        ("--importance-cap 4", {"importance_cap": "--rollout vllm: .* are not weighed"}),
+        ("--rollout vllm --importance-cap 4 --rollout-kv-gib 3", {}),
+        ("--stable-steps 5", {"stable_steps": "--target-sparsity"}),
+        ("--stable-steps 0", {}),
+        ("--recipe published", {}),
+        ("--config smol", {}),
+    ],
+)
+def test_options_without_effect_are_named(options: str, needed: dict[str, str]) -> None:
+    found = unread_by_grpo(*read(*options.split()))
+    assert found.keys() == needed.keys()
+    assert all(re.match(needed[name], said) for name, said in found.items())
+
+
+def test_a_config_may_hold_what_another_kind_of_data_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = parse_distill_config(["--config", "distill_smol", "--data", "traces"])
+    print_unread(unread_options(settings))
+    assert "passkeys has no effect without --data recall\n" in capsys.readouterr().out
 
 
 def test_the_tiny_model_draws_problems_of_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,7 +307,7 @@ EMPTY = {"problem": "p", "answer": "1"}
         ("--data traces --curriculum nowhere.parquet", None, "nowhere.parquet: there is no such"),
         ("--haystack a.txt", None, "the tiny model reads no text"),
         ("--passkey-words 4", None, "--passkey-words 4: the tiny model reads no text"),
-        ("--template plain", None, "template='plain' has no effect with --data recall"),
+        ("--template plain", None, "template='plain' has no effect without --data traces"),
         ("--passkeys 40", None, r"passkeys must lie in \[2, 16\]"),
         ("--data traces", EMPTY, "line 1.*output"),
         ("--data traces", {**EMPTY, "output": " "}, "output of row 1 "),

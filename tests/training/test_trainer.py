@@ -219,8 +219,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     HeadGates(alpha=torch.ones(3, 4)).save(tmp_path / "others.pt")
     with pytest.raises(ValueError, match=r"others\.pt.*3 layers"):
         random_run.run(tmp_path / "run", ["--init-gates", str(tmp_path / "others.pt")])
-    with pytest.raises(ValueError, match="importance_cap=4 has no effect with --rollout hf"):
-        random_run.run(tmp_path / "run", ["--importance-cap", "4"])
     with pytest.raises(ValueError, match="liger_kernels needs a CUDA GPU"):
         random_run.run(tmp_path / "run", ["--liger-kernels"])
     model, tokenizer = random_run.make_policy()
