@@ -28,6 +28,7 @@ sparsity 0.5: 1.00 against 0.96, and 0.86 against 0.78).  It has not run on mode
 --finder attention trains nothing: one pass over --elimination-traces recorded solutions.  A head's
 gate is the largest share of attention in a solution that falls outside of --sink and --window, the
 mean of that over solutions (idea: KVzip).  One process, no rollouts, about a forward of the texts.
+Stopped, it starts over.
 
 The run goes to --output-dir: log.jsonl, checkpoints every --save-steps, and at the end gates.pt,
 gates.safetensors, adapter_weights.tsv (if every layer has gates), adapter/, figures and

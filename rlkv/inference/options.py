@@ -20,7 +20,7 @@ class ModelOptions:
     """Which model, and how it is loaded."""
 
     model: str = "tiny"
-    """a built-in name (tiny, smol, smollm2), a local folder or a hub id"""
+    """a built-in name (tiny, smol, smollm2), a local folder, a GGUF file or a hub id"""
     dtype: str = "auto"
     """auto (bfloat16 on a GPU, float32 on a CPU), fast (also bfloat16 on a CPU that multiplies it),
     float32, bfloat16 or float16
@@ -44,7 +44,9 @@ class CacheOptions:
     window: int | None = None
     """last tokens that a compressible head keeps; default: what the gates file says, else 64"""
     protect_prompt: bool | None = None
-    """compressible heads keep the whole prompt too; default: what the gates file says, else not"""
+    """--protect-prompt or --no-protect-prompt: if compressible heads keep the whole prompt too;
+    default: what the gates file says, else not
+    """
     prefill: Literal["full", "local", "published"] = "full"
     """full: every head reads the whole prompt and is compressed afterwards; local: as in training.
 

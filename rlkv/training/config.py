@@ -122,7 +122,7 @@ class RunSettings:
     """Model, data and logging: what all finders have."""
 
     model: str = option(
-        "tiny", "built-in name (tiny, smol), local folder or hub id", "model", INPUT
+        "tiny", "built-in name (tiny, smol), local folder, GGUF file or hub id", "model", INPUT
     )
     dtype: str = option("auto", "of the model: auto, fast, float32, bfloat16, float16", "model")
     curriculum: str | None = option(

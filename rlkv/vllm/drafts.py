@@ -104,9 +104,9 @@ def draft_with_heads() -> None:
 def mend_sampling() -> None:
     """Give each verified token its request's temperature, top_k and top_p.
 
-    The CPU builds 0.31 to 0.33 write them to a copy that they drop, and the sampler takes what was
-    in memory (``_expand_kernel_impl`` in vllm/utils/cpu_triton_utils.py).  And in a step that
-    verifies nothing, such as that of a prompt, they end at the largest of no top_k.
+    vLLM 0.31 to 0.33 writes them to a copy on a CPU and drops it, and the sampler takes what was in
+    memory (``_expand_kernel_impl`` in vllm/utils/cpu_triton_utils.py).  And in a step that
+    verifies nothing, such as that of a prompt, it ends at the largest of no top_k.
     """
     rejection_sampler.expand_batch_to_tokens = _expand
     rejection_sampler.apply_sampling_constraints = _constrain
