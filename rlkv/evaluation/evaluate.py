@@ -451,11 +451,10 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         longest = max(longest, longest_text(name, problems, settings[name].sampling, most))
     caches = [method.cache(cache) for method in methods]
     # all are opened first: what one refuses is said before the texts of another are decoded
-    decoders = []
-    for allocation, own_cache in zip(allocations, caches, strict=True):
-        decoders.append(model.decoder(allocation, own_cache, longest))
-    for method, own_cache, opened in zip(methods, caches, decoders, strict=True):
-        with opened as decoder:
+    pairs = zip(allocations, caches, strict=True)
+    decoders = [model.decoder(allocation, own, longest) for allocation, own in pairs]
+    for method, own_cache, decoding in zip(methods, caches, decoders, strict=True):
+        with decoding as decoder:
             for name, problems in rendered.items():
                 title = f"{name} {method.name}"
                 if processes.count > 1:

@@ -103,13 +103,6 @@ def train_gates(
     model, tokenizer = load_missing(settings.model, dtype, "cpu", model, tokenizer)
     if start is not None:
         start.check_model(model.config)
-    # tokenizers of mistral-common have no such field, and write prompts all the same
-    if not getattr(tokenizer, "chat_template", True):
-        raise ValueError(
-            f"the tokenizer of {settings.model} has no chat template, by which GRPO writes its "
-            "prompts: put one into its folder as chat_template.jinja, or take --finder elimination "
-            "or attention, which do without"
-        )
     longest = longest_prompt(curriculum, tokenizer) + args.max_completion_length
     most = max_positions(model.config)
     if longest > most:
@@ -205,7 +198,18 @@ def unread_by_grpo(settings: RLKVSettings, args: GateTrainingArguments) -> dict[
 
 
 def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the tokens of the longest prompt."""
+    """Return the tokens of the longest prompt.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template.
+    """
+    # tokenizers of mistral-common have no such field, and write prompts all the same
+    if not getattr(tokenizer, "chat_template", True):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, by which GRPO writes "
+            "its prompts: put one into its folder as chat_template.jinja, or take --finder "
+            "elimination or attention, which do without"
+        )
     prompts: Any = tokenizer.apply_chat_template(
         list(curriculum["prompt"]), add_generation_prompt=True
     )
