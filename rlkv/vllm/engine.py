@@ -24,7 +24,7 @@ from rlkv.models.loading import (
     model_source,
     resolve_device,
 )
-from rlkv.models.shape import ModelShape
+from rlkv.models.shape import ModelShape, max_positions
 from rlkv.rollout.base import (
     Completion,
     RolloutEngine,
@@ -115,7 +115,7 @@ class VLLMEngine(RolloutEngine):
         self._calls = 0
         # where nothing else is asked for, variables in the environment do not ask either
         options: dict[str, Any] = {"additional_config": {KEY: None}}
-        options |= _device_options() | _rank_options()
+        options |= _device_options() | _rank_options() | _length_options(model, max_positions)
         if sizes is not None:
             options |= _mixed_options(model, sizes)
         try:
@@ -123,7 +123,6 @@ class VLLMEngine(RolloutEngine):
                 model_source(model),
                 # as the trainer's copy: the engine's own "auto" takes 16 bits on a CPU too
                 dtype=dtype_name(dtype, resolve_device()),
-                max_model_len=_positions(model, max_positions),
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
@@ -295,9 +294,17 @@ def _generation_config(model: str) -> Any:
         return GenerationConfig.from_model_config(load_config(model))
 
 
-def _positions(model: str, asked: int | None) -> int | None:
-    limit = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
-    return asked if asked is None or limit is None else min(asked, limit)
+def _length_options(model: str, asked: int | None) -> dict[str, Any]:
+    config = load_config(model)
+    if asked is None:
+        return {}
+    length = min(asked, max_positions(config))
+    options: dict[str, Any] = {"max_model_len": length}
+    rotation = getattr(config, "rope_parameters", None) or {}
+    # vLLM takes the config's own number for what YaRN has scaled already
+    if rotation.get("rope_type") == "yarn" and length > config.max_position_embeddings:
+        options["hf_overrides"] = {"max_position_embeddings": length}
+    return options
 
 
 def _empty_model(worker: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -25,11 +26,12 @@ OPTIONS = {"dtype": "float32", "kv_gib": 0.03, "max_rows": 8}
 OPTIONS |= {"block_size": 32, "enforce_eager": True}
 
 
-def make_folder(family: str, folder: Path) -> Path:
+def make_folder(family: str, folder: Path, **overrides: Any) -> Path:
     """Save a tiny random model (3 layers, 4 KV heads of 32) and the tiny tokenizer."""
     tokenizer = build_tokenizer()
     # Qwen2 has no head_dim of its own: hidden size over heads
-    model = make_tiny_model(family, vocab_size=len(tokenizer), head_dim=32, hidden_size=256)
+    sizes = {"vocab_size": len(tokenizer), "head_dim": 32, "hidden_size": 256}
+    model = make_tiny_model(family, **sizes, **overrides)
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -262,6 +262,22 @@ def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.M
         _mixed_options(str(tmp_path), SIZES)
 
 
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_positions_that_rotary_scaling_adds(kind: str, tmp_path: Path, engines: Engines) -> None:
+    """The config of a YaRN model may name the length that it was trained with."""
+    engines.close()
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = 128
+    small = {"max_position_embeddings": 128, "rope_parameters": scaling}
+    folder = make_folder("llama", tmp_path / kind, **small)
+    rows = Rows([list(range(3, 103)) * 2], [0], 0)
+    with closing(VLLMEngine(str(folder), max_positions=600, **OPTIONS)) as engine:
+        assert engine.max_positions == 512
+        samples = dict(engine.sample(rows, SAMPLED))
+    assert worst_difference(load_reference(folder, gated=False), rows, samples) < TOLERANCE
+
+
 def test_end_tokens_of_a_folder_without_a_generation_config(tmp_path: Path) -> None:
     make_tiny_model("llama", eos_token_id=[7, 9]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
