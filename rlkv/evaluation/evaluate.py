@@ -473,10 +473,9 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         return None
     rows = {}
     for (task, found), method in product(loaded, methods):
-        shards = iter_shards(config.rows_folder(task.name, method), ROWS, KEY)
-        written = {(row["key"], row["sample"]): row for row in shards}
-        units = product(found, range(settings[task.name].num_samples))
-        rows[task.name, method.name] = [written[problem.id, sample] for problem, sample in units]
+        folder = config.rows_folder(task.name, method)
+        number = settings[task.name].num_samples
+        rows[task.name, method.name] = _read_rows(folder, found, number)
     chosen = {
         "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
@@ -490,6 +489,12 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     if any(task.kind == "code" for task, _ in loaded):
         chosen["sandbox"] = isolation()
     return Evaluation(methods, rows, asdict(config) | chosen)
+
+
+def _read_rows(folder: Path, problems: list[EvalProblem], number: int) -> list[dict[str, Any]]:
+    shards = iter_shards(folder, ROWS, KEY)
+    written = {(row["key"], row["sample"]): row for row in shards}
+    return [written[problem.id, sample] for problem, sample in product(problems, range(number))]
 
 
 def _show(bar: ProgressBar, done: int, total: int, accuracy: float) -> None:

@@ -263,7 +263,32 @@ def prepare_engine(vllm_config: Any) -> float | None:
         drafts = vllm_config.speculative_config.draft_model_config
         drafts.max_model_len = model.max_model_len
     settings = resolve_settings(vllm_config)
+    _check_model(settings, vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    if not settings.keeps:
+        # refuses an uneven allocation before any process starts
+        deal_heads(settings.full_LH, ranks)
+    _adapt(vllm_config, settings, rounding(request, settings, ranks))
+    caches = vllm_config.cache_config.enable_prefix_caching
+    if settings.keep_prompt_window and not caches:
+        raise ValueError(
+            "rlkv: keep_prompt_window is for prefix caching, which is off: leave it out, or pass "
+            "--enable-prefix-caching (not with eviction, nor with prefill 'full')"
+        )
+    if settings.keep_prompt_window is None:
+        # a protected prompt is kept whole, and in mode keep everything is
+        window = bool(caches) and not settings.protect_prompt and not settings.keeps
+        settings = replace(settings, keep_prompt_window=window)
+    if isinstance(vllm_config.additional_config, dict):
+        resolved = {KEY: settings.to_request()}
+        vllm_config.additional_config = vllm_config.additional_config | resolved
+    # with "full" another process has resolved them, or they are not a server's
+    return None if "full" in request else settings.allocation.sparsity
+
+
+def _check_model(settings: ServingSettings, vllm_config: Any) -> None:
+    """Raise ``ValueError`` if resolved settings do not fit the model or its drafts."""
+    model = vllm_config.model_config
     if settings.eviction and model.architecture == LEARNED_SINKS:
         raise ValueError(
             "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
@@ -288,25 +313,6 @@ def prepare_engine(vllm_config: Any) -> float | None:
             "rlkv: mode 'lossless' serves models with full attention in all layers, so that all "
             "share their blocks: use another mode"
         )
-    if not settings.keeps:
-        # refuses an uneven allocation before any process starts
-        deal_heads(settings.full_LH, ranks)
-    _adapt(vllm_config, settings, rounding(request, settings, ranks))
-    caches = vllm_config.cache_config.enable_prefix_caching
-    if settings.keep_prompt_window and not caches:
-        raise ValueError(
-            "rlkv: keep_prompt_window is for prefix caching, which is off: leave it out, or pass "
-            "--enable-prefix-caching (not with eviction, nor with prefill 'full')"
-        )
-    if settings.keep_prompt_window is None:
-        # a protected prompt is kept whole, and in mode keep everything is
-        window = bool(caches) and not settings.protect_prompt and not settings.keeps
-        settings = replace(settings, keep_prompt_window=window)
-    if isinstance(vllm_config.additional_config, dict):
-        resolved = {KEY: settings.to_request()}
-        vllm_config.additional_config = vllm_config.additional_config | resolved
-    # with "full" another process has resolved them, or they are not a server's
-    return None if "full" in request else settings.allocation.sparsity
 
 
 def refuse_beams(engine: Any) -> None:
