@@ -329,18 +329,19 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
             raise ValueError(f"{argument!r} is no option, and the value of none: see --help")
         option, equals, text = argument.partition("=")
         name = _field(option)
-        if name not in hints:
+        hint = hints.get(name)
+        is_switch = hint in (bool, bool | None)
+        if hint is None or (option.startswith("--no-") and not is_switch):
             near = difflib.get_close_matches(name, hints, n=1)
             advice = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
             raise ValueError(f"unknown option {option}: {advice}")
-        hint = hints[name]
         is_list = any(get_origin(part) in (list, tuple) for part in (hint, *get_args(hint)))
         if is_list and name in seen:
             raise ValueError(
                 f"{option} is given twice: give it once, several values after one name"
             )
         seen.add(name)
-        if hint in (bool, bool | None):
+        if is_switch:
             flag = name.replace("_", "-")
             follows = "".join(rest[:1])
             is_value = follows[:1] not in ("", "-")
