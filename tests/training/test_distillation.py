@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 import rlkv
 from rlkv.attention.head_gate import HeadGateConfig, gates_matrix, set_gates
 from rlkv.cli.train import parse_distill_config
-from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.training.config import DistillSettings
 from rlkv.training.distillation import (
@@ -33,17 +32,10 @@ from rlkv.training.solutions import TraceLoss, check_head
 from rlkv.utils.files import read_log
 from tests.helpers.families import make_family
 from tests.helpers.models import build_tokenizer, make_tiny_model
+from tests.training.conftest import random_texts
 
 HYBRIDS = ["gemma3_text", "qwen3_5_text", "falcon_h1"]
-
-
-def random_samples(number: int, seed: int = 0, vocabulary: int = 128) -> list[MarkedText]:
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for i in range(number):
-        ids = torch.randint(3, vocabulary, (30 + 7 * i,), generator=generator).tolist()
-        samples.append(MarkedText(tuple(ids), tuple(range(len(ids) - 6 - i, len(ids)))))
-    return samples
+LENGTHS = [(24, 30), (30, 37), (36, 44)]  # tokens of prompts and whole texts
 
 
 def make_distiller(loss: str, family: str = "llama", **options: Any) -> Distiller:
@@ -99,7 +91,7 @@ def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
     named = dict(distiller.model.named_parameters())
     assert all(p.requires_grad == ("rlkv_gate" in name) for name, p in named.items())
     frozen = {name: p.clone() for name, p in named.items() if not p.requires_grad}
-    records = [distiller.train_step(random_samples(3, seed)) for seed in range(4)]
+    records = [distiller.train_step(random_texts(LENGTHS, seed)) for seed in range(4)]
     alpha = gates_matrix(distiller.model)
     assert (alpha != 1).any(dim=1).all()
     assert alpha.min() >= 0
@@ -114,7 +106,7 @@ def test_gates_move_and_nothing_else(loss: str, family: str) -> None:
 @pytest.mark.parametrize("prefill", ["full", "local"])
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])
 def test_at_gates_of_0_and_1_it_is_the_loss_of_the_elimination(name: str, prefill: str) -> None:
-    samples = random_samples(3, vocabulary=64)
+    samples = random_texts(LENGTHS, vocabulary=64)
     distiller = make_distiller("kl", name, data="traces", prefill=prefill, l1_weight=0.0)
     generator = torch.Generator().manual_seed(3)
     full_LH = torch.rand(gates_matrix(distiller.model).shape, generator=generator) > 0.4
@@ -134,7 +126,7 @@ def test_at_gates_of_0_and_1_it_is_the_loss_of_the_elimination(name: str, prefil
 def test_the_gradient_is_that_of_the_formula(loss: str) -> None:
     """Row by row without padding, with the model's own logits and hidden states."""
     distiller = make_distiller(loss, l1_weight=0.3)
-    samples = random_samples(3)
+    samples = random_texts(LENGTHS)
     start = torch.rand(3, 4, generator=torch.Generator().manual_seed(2)) * 0.8 + 0.1
     set_gates(distiller.model, start)
     total, tokens = torch.zeros(()), 0
@@ -177,7 +169,7 @@ def test_gradients_that_are_not_finite_end_the_run_and_leave_the_gates() -> None
     before = gates_matrix(distiller.model).clone()
     distiller.base.get_decoder().layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="gradients of step 1 are not finite"):
-        distiller.train_step(random_samples(2))
+        distiller.train_step(random_texts(LENGTHS[:2]))
     assert torch.equal(gates_matrix(distiller.model), before)
 
 
@@ -192,46 +184,11 @@ def run(folder: Path, *options: str) -> HeadGates:
     return distill_gates(parse_distill_config(words))
 
 
-@pytest.fixture(scope="module")
-def traces(curriculum: Path) -> list[str]:
-    """Options of a run on recorded solutions."""
-    return ["--data", "traces", "--curriculum", str(curriculum)]
-
-
-@pytest.fixture(scope="module")
-def runs(traces: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("distilled")
-    return {
-        "recall": (folder / "recall", run(folder / "recall")),
-        "traces": (folder / "traces", run(folder / "traces", *traces)),
-    }
-
-
-@pytest.mark.parametrize(
-    ("data", "method"), [("recall", "duo_attention"), ("traces", "trace_distillation")]
-)
-def test_a_run_of_the_tiny_model(data: str, method: str, runs: Any) -> None:
-    folder, gates = runs[data]
-    assert HeadGates.load(folder / "gates.pt") == gates
-    assert gates.alpha.shape == (4, 6)
-    assert (gates.sink, gates.window, gates.deploy_sink, gates.deploy_window) == (2, 6, 16, 64)
-    facts = gates.training
-    assert (facts["method"], facts["steps"], facts["l1_weight"]) == (method, 4, 0.5)
-    assert str(folder.parent) not in json.dumps(facts)
-    records = read_log(folder / "log.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert all(record["time/step_cpu_s"] > 0 for record in records)
-    assert records[-1]["gates/mean"] == pytest.approx(gates.alpha.mean().item())
-    if data == "traces":  # recorded in the model's own words
-        assert min(record["teacher/right"] for record in records) > 0.95
-    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_another_loss_changes_the_gates_and_gradient_checkpointing_does_not(
-    runs: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    _, usual = runs["recall"]
-    kl = run(tmp_path / "kl", "--loss", "kl", "--seed", "1")
+    usual = run(tmp_path / "usual")
+    kl = run(tmp_path / "kl", "--loss", "kl")
     assert (usual.training["loss"], kl.training["loss"]) == ("distance", "kl")
     assert kl.training["method"] == "duo_attention_kl"
     assert not torch.equal(usual.alpha, kl.alpha)
@@ -243,15 +200,17 @@ def test_a_model_s_own_dropout_is_off(tmp_path: Path) -> None:
     words = [*OPTIONS.split(), "--data", "traces", "--curriculum", "c", "--steps", "1"]
     words += ["--gradient-checkpointing", "--output-dir", str(tmp_path)]
     model = make_tiny_model("phi", resid_pdrop=0.3)
-    distill_traces(parse_distill_config(words), random_samples(3), model)
+    distill_traces(parse_distill_config(words), random_texts(LENGTHS), model)
     # all gates begin at 1, the unchanged model
     (record,) = read_log(tmp_path / "log.jsonl")
     assert record["loss/distill"] < 1e-6
 
 
 def test_a_stopped_run_goes_on_and_ends_the_same(
-    traces: list[str], runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    curriculum: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    traces = ["--data", "traces", "--curriculum", str(curriculum)]
+    whole = run(tmp_path / "whole", *traces)
     step = Distiller.train_step
     folder = tmp_path / "run"
 
@@ -266,7 +225,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
             run(folder, *traces)
     assert not (folder / "gates.pt").exists()
     for _ in range(2):  # a finished run is exported again, not trained on
-        assert run(folder, *traces) == runs["traces"][1]
+        assert run(folder, *traces) == HeadGates.load(folder / "gates.pt") == whole
         assert [record["step"] for record in read_log(folder / "log.jsonl")] == [1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"\(l1_weight 0.5 -> 0.1\)"):
         run(folder, *traces, "--l1-weight", "0.1")

@@ -35,24 +35,23 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROGRAM, "MAX_NEW_TOKENS", 8)
 
 
+def make_trainer(**options: Any) -> Any:
+    config = FinetuneConfig(**{**SHORT, **options})
+    with progress_bar("", "steps", config.steps) as bar:
+        return PROGRAM.make_trainer(config, bar)
+
+
 def test_the_loss_is_the_mean_over_the_tokens_of_solutions(tmp_path: Path) -> None:
-    with progress_bar("", "steps", 4) as bar:
-        trainer = PROGRAM.make_trainer(
-            FinetuneConfig(output_dir=tmp_path, **{**SHORT, "batch_size": 3}), bar
-        )
-    inputs = next(
-        batch for batch in trainer.get_train_dataloader() if not batch["attention_mask"].all()
-    )
+    trainer = make_trainer(output_dir=tmp_path, batch_size=3)
+    batches = trainer.get_train_dataloader()
+    inputs = next(batch for batch in batches if not batch["attention_mask"].all())
     assert (inputs["labels"] == -100).any()
     model = trainer.model.float()
     trainer.accelerator.native_amp = False
+    names = ("input_ids", "attention_mask", "labels")
     with torch.no_grad():
         found = trainer.compute_loss(model, inputs)
-        want = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            labels=inputs["labels"],
-        )
+        want = model(**{name: inputs[name] for name in names})
     torch.testing.assert_close(found, want.loss, rtol=1e-3, atol=0)
 
 
@@ -74,17 +73,14 @@ def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
     first, further = tmp_path / "first", tmp_path / "further"
     PROGRAM.finetune(FinetuneConfig(output_dir=first, **SHORT))
     options = {**SHORT, "seed": 1, "steps": 2, "start_from": str(first / "adapter")}
-    config = FinetuneConfig(output_dir=further, **options)
     old = load_file(first / "adapter" / "adapter_model.safetensors")
-    with progress_bar("", "steps", 2) as bar:
-        model = PROGRAM.make_trainer(config, bar).model
     before = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in make_trainer(output_dir=further, **options).model.named_parameters():
         if parameter.requires_grad:
             before[name.replace(".default", "")] = parameter.detach().cpu().bfloat16()
     assert before.keys() == old.keys()
     assert all(torch.equal(before[name], old[name]) for name in old)
-    PROGRAM.finetune(config)
+    PROGRAM.finetune(FinetuneConfig(output_dir=further, **options))
     new = load_file(further / "adapter" / "adapter_model.safetensors")
     assert new.keys() == old.keys()
     assert any(not torch.equal(new[name], old[name]) for name in old)
@@ -93,14 +89,11 @@ def test_an_adapter_is_trained_further(tmp_path: Path) -> None:
 
 
 def test_an_adapter_to_start_from_must_be_there_and_of_that_rank(tmp_path: Path) -> None:
-    with (
-        progress_bar("", "steps", 2) as bar,
-        pytest.raises(ValueError, match=f"start_from={tmp_path}"),
-    ):
-        PROGRAM.make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
+    with pytest.raises(ValueError, match=f"start_from={tmp_path}"):
+        make_trainer(start_from=str(tmp_path))
     LoraConfig(r=4).save_pretrained(str(tmp_path))
-    with progress_bar("", "steps", 2) as bar, pytest.raises(ValueError, match="rank 4"):
-        PROGRAM.make_trainer(FinetuneConfig(start_from=str(tmp_path), **SHORT), bar)
+    with pytest.raises(ValueError, match="rank 4"):
+        make_trainer(start_from=str(tmp_path))
 
 
 def test_a_run_that_was_stopped_gives_the_same_adapter(

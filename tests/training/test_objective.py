@@ -21,26 +21,14 @@ from rlkv.training.objective import (
     truncate,
 )
 
-MEANS = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-
-
-def test_the_weight_is_zero_up_to_tau_and_exponential_above() -> None:
-    # 1e-3 * (e^0.75 - 1), 1e-3 * (e - 1)
-    expected = [0.0, 0.0, 0.0, 1.1170000166e-3, 1.7182818285e-3]
-    found = penalty_weight(MEANS, beta=1e-3, tau=0.5)
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
-    # the constant one is that of a solved group
-    assert penalty_weight(MEANS, beta=1e-3, tau=None).tolist() == pytest.approx(
-        [expected[-1]] * 5, rel=1e-6
-    )
-
 
 def test_the_penalty_averages_groups_of_different_means() -> None:
-    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    rewards = torch.tensor([1.0] * 6 + [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     means = group_means(rewards, 4)
-    assert means.tolist() == [1.0] * 4 + [0.5] * 4 + [0.75] * 4
-    weights = penalty_weight(means, beta=0.02, tau=0.5)
-    expected = 0.02 * (math.e - 1 + 0 + math.exp(0.75) - 1) / 3  # = 0.0189018
+    assert means.tolist() == [1.0] * 4 + [0.5] * 4 + [0.75] * 4 + [0.25] * 4
+    weights = penalty_weight(means, beta=0.02, tau=0.5)  # zero up to tau, exponential above
+    assert weights[:4].equal(penalty_weight(means, beta=0.02, tau=None)[-4:])
+    expected = 0.02 * (math.e - 1 + 0 + math.exp(0.75) - 1 + 0) / 4  # = 0.0141764
     alphas = torch.tensor([1.0, 0.5, 0.0, 0.3], requires_grad=True)
     value = penalty(weights, alphas)
     assert value.item() == pytest.approx(expected * 0.45, rel=1e-6)

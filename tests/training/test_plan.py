@@ -102,20 +102,13 @@ def test_a_plan_says_where_the_problems_come_from() -> None:
 
 
 def test_a_plan_needs_no_hub_gpu_or_curriculum(tmp_path: Path, without_vllm: None) -> None:
+    """What it says of 8 GPUs is recorded in tests/golden."""
     lines = page("--config", "llama8b", "--dtype", "auto")
-    names = "model curriculum steps tokens engine machine memory update serving time gates"
-    assert list(lines) == names.split()
-    assert "32 layers x 8 KV heads" in lines["model"]
-    assert "results/curriculum_llama8b/curriculum.parquet" in lines["curriculum"]
-    assert "rlkv-filter --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B" in lines["curriculum"]
-    assert "185, 128 completions each, 23,680 in all" in lines["steps"]
-    assert "at most 7,168" in lines["tokens"]
     assert "1 x h100" in lines["machine"]
     assert "15.0 GiB of weights" in lines["memory"]  # bfloat16, whatever auto is here
     # 4,608 tokens of 128 KiB, 576 MiB; half of the heads keep 80 of them
     assert "576 MiB at 0, " in lines["serving"]
     assert "293 MiB at 0.5" in lines["serving"]
-    assert "assumed, not measured" in lines["time"]
     assert not any(tmp_path.iterdir())
     assert "time" not in page("--config", "tiny")
 

@@ -1,6 +1,4 @@
-"""Pretraining: reproducible, resumable, and its closing stage masks exactly the heads that it
-draws.
-"""
+"""Pretraining: reproducible, resumable, and its closing stage masks the heads that it draws."""
 
 import random
 from dataclasses import replace
@@ -8,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model
 
+from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
 from rlkv.models.loading import load_tokenizer
 from tests.helpers.programs import load_program
 
@@ -16,21 +16,16 @@ PROGRAM = load_program("train/pretrain_tiny.py")
 SHORT = PROGRAM.PretrainConfig(steps=3, specialise_steps=2, tokens_per_step=400)
 
 
-def run(
-    checkpoint: Path, stop_after: int | None = None, checkpoint_every: int = 1
-) -> dict[str, torch.Tensor]:
+def run(checkpoint: Path, stop_after: int | None = None, **changes: int) -> dict[str, torch.Tensor]:
     tokenizer = PROGRAM.build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0)
-    config = replace(SHORT, checkpoint_every=checkpoint_every)
 
     def on_step(step: int, loss: float) -> None:
         if step == stop_after:
             raise KeyboardInterrupt
 
-    try:
-        PROGRAM.pretrain(model, tokenizer, config, on_step, checkpoint)
-    except KeyboardInterrupt:
-        assert stop_after is not None
+    config = replace(SHORT, **{"checkpoint_every": 1, **changes})
+    PROGRAM.pretrain(model, tokenizer, config, on_step, checkpoint)
     return model.state_dict()
 
 
@@ -45,7 +40,8 @@ def test_the_packaged_model_is_not_replaced_by_another() -> None:
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_checkpoints_and_stops_do_not_change_the_weights(tmp_path: Path, stop_after: int) -> None:
     whole = run(tmp_path / "undisturbed.pt", checkpoint_every=100)
-    run(tmp_path / "checkpoint.pt", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "checkpoint.pt", stop_after)
     resumed = run(tmp_path / "checkpoint.pt")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -68,13 +64,7 @@ def test_labels_cover_the_solution_only() -> None:
 
 
 def test_closing_stage_masks_the_drawn_heads() -> None:
-    """All heads full: the stock model.  All of LOCAL_HEADS local: the gates of the trainer at 0
-    there.
-    """
-    from peft import get_peft_model
-
-    from rlkv.attention.head_gate import HeadGateConfig, gate_parameters
-
+    """All full: the stock model.  All of LOCAL_HEADS local: the trainer's gates at 0 there."""
     tokenizer = PROGRAM.build_tokenizer()
     model = PROGRAM.build_model(tokenizer, seed=0).eval()
     ids, _ = PROGRAM.encode_batch(tokenizer, random.Random(1), num_definitions=6, rows=2)
@@ -105,8 +95,7 @@ def test_learning_rate_and_curriculum() -> None:
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
-    run(tmp_path / "checkpoint.pt", stop_after=1)
-    other = replace(SHORT, steps=2)
-    model = PROGRAM.build_model(PROGRAM.build_tokenizer(), seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "checkpoint.pt", stop_after=1)
     with pytest.raises(ValueError, match=r"checkpoint.pt is of --steps 3 .*--work-dir"):
-        PROGRAM.pretrain(model, None, other, print, tmp_path / "checkpoint.pt")
+        run(tmp_path / "checkpoint.pt", steps=2)
