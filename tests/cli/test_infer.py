@@ -25,7 +25,7 @@ from rlkv.inference.session import InferConfig, InferSession
 from rlkv.models.builtin import TINY_FOLDER
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.tiny import problems
-from rlkv.utils.files import write_jsonl
+from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.store import recorded_of
 from rlkv.vllm.settings import ServingSettings
 from tests.helpers.gates import random_gates
@@ -41,10 +41,7 @@ def gates_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gates of a random model, which is in the same folder."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    ids = {}
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        ids[name] = getattr(tokenizer, name)
-    model = make_tiny_model("llama", vocab_size=len(tokenizer), **ids)
+    model = make_tiny_model("llama", vocab_size=len(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     path = folder / "gates.pt"
@@ -84,20 +81,6 @@ def in_use(err: str) -> tuple[int, int]:
     return int(held.replace(",", "")), int(full.replace(",", ""))
 
 
-def test_one_prompt(ask: Ask) -> None:
-    out, err = ask("--sparsity", 0.5, *PROMPT)
-    assert len(out.split()) > 5
-    assert "<pad>" not in out
-    tokens = int(re.search(r"^(\d+) tokens", err, re.MULTILINE)[1])
-    held, full = in_use(err)
-    assert held < full
-    assert held % ENTRY == full % (12 * ENTRY) == 0
-    prompt_tokens = 11  # <bos> <user> instruction a=7 . b=2 . find b ? <assistant>
-    assert full // (12 * ENTRY) == prompt_tokens + tokens - 1
-    assert "tokens/s" in err
-    assert "heads: 6 full, 6 compressible" in err
-
-
 def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
     ask: Ask, gates_file: Path, tmp_path: Path
 ) -> None:
@@ -113,10 +96,6 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
 # --- files
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[object, ...]:
     """Options to answer ten problems."""
@@ -129,12 +108,12 @@ def files(tmp_path: Path) -> tuple[object, ...]:
 
 def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    given = read_lines(tmp_path / "in.jsonl")
+    given = read_log(tmp_path / "in.jsonl")
     del given[0]["answer"]
     given[1]["answer"] = None
     write_jsonl(tmp_path / "in.jsonl", given)
     err = ask(*files, "--sparsity", 0, "--compare-full")[1]
-    rows = read_lines(tmp_path / "out.jsonl")
+    rows = read_log(tmp_path / "out.jsonl")
     assert [row["index"] for row in rows] == list(range(10))
     assert [row["problem"] for row in rows] == [row["problem"] for row in given]
     assert all(row["output"] == row["output_full"] for row in rows)
@@ -148,7 +127,7 @@ def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path)
 def test_a_box_in_thoughts_that_the_prompt_opened_is_no_answer(
     ask: Ask, files: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = read_lines(tmp_path / "in.jsonl")
+    given = read_log(tmp_path / "in.jsonl")
     ends = ["", "</think> no", "</think> so \\boxed{{{answer}}}"]
     texts = []
     for row, end in zip(given, ends * 4, strict=False):
@@ -160,7 +139,7 @@ def test_a_box_in_thoughts_that_the_prompt_opened_is_no_answer(
     monkeypatch.setattr(InferSession, "render", lambda self, problem: f"{problem}<think>\n")
     monkeypatch.setattr(InferenceEngine, "batch", batch)
     ask(*files)
-    rows = read_lines(tmp_path / "out.jsonl")
+    rows = read_log(tmp_path / "out.jsonl")
     assert [row["correct"] for row in rows] == [number % 3 == 2 for number in range(10)]
 
 
@@ -234,6 +213,9 @@ def test_unreadable_problems(
         ask(*files)
 
 
+EVICTING = "--model tiny --prompt x --eviction rkv --budget 64"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,6 +244,13 @@ def test_unreadable_problems(
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),
         ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
+        (f"{EVICTING} --sparsity 0.5", "--sparsity"),
+        (f"{EVICTING} --sink 4", "--sink"),
+        (f"{EVICTING} --evict-from full", "--evict-from full needs --gates"),
+        (f"{EVICTING} --eviction-option budget=5", "budget is given"),
+        (f"{EVICTING} --eviction-option kernel=3.0", "kernel is 3.0"),
+        ("--model tiny --prompt x --eviction rpc --eviction-option c=NaN", "c is nan"),
+        ("--model tiny --prompt x --eviction rpc --budget 64 --eviction-option P=512", "rpc: P"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
@@ -301,25 +290,6 @@ def test_a_chat_evicts_from_turn_to_turn() -> None:
         assert reply.usage.kv_bytes == reply.cache.used_nbytes() < reply.usage.kv_bytes_full
     assert reply.cache.get_seq_length() > 150
     assert chat.restarted == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("rkv", "either a budget"),
-        ("rkv --budget 64 --eviction-option variant", "name=value"),
-        ("rkv --budget 64 --sparsity 0.5", "--sparsity"),
-        ("rkv --budget 64 --sink 4", "--sink"),
-        ("rkv --budget 64 --evict-from full", "--evict-from full needs --gates"),
-        ("rkv --budget 64 --eviction-option budget=5", "budget is given"),
-        ("rkv --budget 64 --eviction-option kernel=3.0", "kernel is 3.0"),
-        ("rpc --eviction-option c=NaN", "c is nan"),
-        ("rpc --budget 64 --eviction-option P=512", "rpc: P"),
-    ],
-)
-def test_bad_options_of_eviction_are_one_sentence(arguments: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        infer("--model", "tiny", "--prompt", PROBLEM, "--eviction", *arguments.split())
 
 
 # --- how far answers go, and how thinking is shown

@@ -231,7 +231,6 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
         (["--batch-size", "0"], "--batch-size"),
         (["--kv-gib", "0"], "kv-gib.* 0"),
         (["--buckets", "5"], "bucket '5'"),
-        (["--buckets", "9-3:1"], "bucket 9-3:1 is impossible"),
         (["--engine", "sglang"], "--engine 'sglang'"),
         (["--template", "some"], "unknown prompt template 'some'"),
         *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
@@ -397,8 +396,6 @@ def test_the_program(
     assert run_program(PROGRAM, *options, "--max-new-tokens", "9") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "max_new_tokens was 8 and is now 9" in line
-    assert run_program(PROGRAM, "--model", "tiny", "--input", "absent.jsonl") == 2
-    assert "absent.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_the_filter_writes_where_the_training_looks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -12,6 +11,7 @@ import pytest
 
 from rlkv import smol, tiny
 from rlkv.data.problems import Problem, load_problems, read_curriculum
+from rlkv.utils.files import write_jsonl
 
 ROWS = [
     {"problem": "1+1?", "answer": "2", "solution": r"\boxed{2}"},
@@ -62,21 +62,13 @@ def test_other_broken_sources(tmp_path: Path, name: str) -> None:
         load_problems(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"answer": True}, "line 2.*'answer' is a bool"),
-        ({"answer": ["7"]}, "line 2.*'answer' is a list"),
-        ({"problem": " "}, "line 2.*'problem' is empty"),
-    ],
-)
-def test_a_curriculum_has_text(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_a_curriculum_has_text(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     right = {"problem": "p", "answer": 7}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (right, right | row)))
-    with pytest.raises(ValueError, match=message):
+    write_jsonl(path, [right, right | {"answer": True}])
+    with pytest.raises(ValueError, match=r"line 2.*'answer' is a bool"):
         read_curriculum(path)
-    path.write_text(json.dumps(right))
+    write_jsonl(path, [right])
     assert read_curriculum(path) == [right | {"answer": "7"}]
 
 

@@ -1,5 +1,4 @@
-"""Every code block of README and docs runs here, or says why it cannot: it needs a GPU, the hub, or
-long.
+"""Every code block of README and docs runs here, or says why it cannot.
 
 A comment before each block of bash or Python says which: ``<!-- test: run -->``, ``gpu``, ``hub``,
 ``long``, or the file whose run covers it.
@@ -61,9 +60,8 @@ def run_script(words: list[str]) -> str:
         pytest.skip(f"{words[0]} is not installed: make venv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        patch.setattr(
-            constants, "HF_HUB_OFFLINE", True
-        )  # was read when the hub's client was imported
+        # was read when the hub's client was imported
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         for name, value in {**ALONE, "ACCELERATE_USE_CPU": "true"}.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:

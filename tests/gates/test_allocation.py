@@ -67,12 +67,6 @@ def test_ties_are_broken_by_the_mean_over_training_then_by_position() -> None:
         assert [tuple(head) for head in (~full).nonzero().tolist()] == sorted(order[: 6 - kept])
 
 
-def test_scope_layer_rounds_once_for_all_layers() -> None:
-    gates = HeadGates(torch.rand(3, 4))
-    assert HeadAllocation.from_gates(gates, 0.1, scope="layer").sparsity == 0
-    assert HeadAllocation.from_gates(gates, 0.4, scope="layer").sparsity == 0.5
-
-
 def test_an_order_names_the_heads_that_go_first() -> None:
     found = HeadAllocation.from_order([*TWO, (0, 0)], 2, 2, 0.5)
     assert found.full.tolist() == [[True, False], [False, True]]
