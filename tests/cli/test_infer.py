@@ -27,7 +27,6 @@ from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.tiny import problems
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.store import recorded_of
-from rlkv.vllm.settings import ServingSettings
 from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -374,35 +373,6 @@ def test_thinking_is_dim_on_a_terminal_only(
 
 
 # --- vLLM
-
-
-class Served:
-    """What an engine is asked for before it decodes."""
-
-    def __init__(self, model: str, settings: ServingSettings, *others: Any, **more: Any) -> None:
-        self.settings = settings
-        self.allocation = settings.allocation
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, ""),
-        ({"protect_prompt": True}, " (prompt kept)"),
-        ({"eviction": "rkv", "budget": 64}, " (rkv)"),
-    ],
-)
-def test_summaries_say_what_is_kept(
-    gates_file: Path, options: dict[str, Any], kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlkv.vllm.engine.ServingEngine", Served)
-    asked = {"gates": str(gates_file), "prompt": "a=1 . find a ?", "prefill": "local"}
-    for backend in ("hf", "vllm"):
-        session = InferSession.open(InferConfig(backend=backend, **asked, **options))
-        assert session.heads() == f"heads: 6 full, 6 compressible{kept}"
 
 
 # what it does not serve is said before anything is loaded

@@ -65,16 +65,6 @@ def test_save_then_load_is_exact(tmp_path: Path, name: str, make: Callable[[], H
     assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
 
 
-def test_tsv_keeps_alpha_exactly_and_nothing_else(tmp_path: Path) -> None:
-    gates = make_gates()
-    gates.save(tmp_path / "gates.tsv")
-    loaded = HeadGates.load(tmp_path / "gates.tsv")
-    assert torch.equal(loaded.alpha, gates.alpha)
-    assert torch.equal(loaded.mean_alpha, gates.alpha)
-    assert loaded.model is None
-    assert [p.name for p in tmp_path.iterdir()] == ["gates.tsv"]
-
-
 def test_a_config_next_to_a_tsv_names_model_and_sizes(tmp_path: Path) -> None:
     make_gates().save(tmp_path / "gates.tsv")
     config = {"model_name": "models/some", "sink_size": 7, "recent_size": 9}
