@@ -1,7 +1,4 @@
-"""Shared fixtures: tiny random decoders of three families.
-
-And what is skipped where a package is missing.
-"""
+"""Shared fixtures: random decoders of three families; files that lack a package are skipped."""
 
 from __future__ import annotations
 
@@ -43,9 +40,7 @@ def missing_package(error: BaseException | None) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Skip a file of tests that needs a package which is not installed, as on a machine lent with a
-    GPU.
-    """
+    """Skip a file of tests that needs a package which is not installed."""
     report = yield
     call = getattr(report, "call", None)
     if report.failed and call is not None and call.excinfo is not None:

@@ -1,7 +1,4 @@
-"""A hub on this machine: one folder is the repository ``owner/model``, for downloads and commits.
-
-Or an error.
-"""
+"""A hub on this machine: a folder is the repository ``owner/model``; or an error."""
 
 from __future__ import annotations
 

@@ -142,10 +142,7 @@ def run_and_kill(job: Job, root: Path, kills_wanted: int) -> None:
 
 
 def boxing_tokenizer() -> Any:
-    """Make a tokenizer that now and then reads an answer, so that all statuses of a filter occur.
-
-    The models are random.
-    """
+    """Make a tokenizer that now and then reads an answer, as random models give none."""
     tokenizer = build_tokenizer()
     decode = tokenizer.decode
 

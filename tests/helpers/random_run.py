@@ -2,8 +2,7 @@
 
 ``python -m tests.helpers.random_run OUTPUT_DIR [--name value ...]``.
 
-The tests call it in the same process, in processes that they kill, and in several processes at
-once.
+Tests call it in their own process, in processes that they kill, and in several at once.
 """
 
 from __future__ import annotations

@@ -121,11 +121,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_model_s_own_dropout_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_policy() -> tuple[Any, Any]:
-        tokenizer = build_tokenizer()
-        return make_tiny_model("phi", vocab_size=len(tokenizer), resid_pdrop=0.3), tokenizer
-
-    monkeypatch.setattr(random_run, "make_policy", make_policy)
+    tokenizer = build_tokenizer()
+    model = make_tiny_model("phi", vocab_size=len(tokenizer), resid_pdrop=0.3)
+    monkeypatch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
     random_run.run(tmp_path / "run", ["--max-steps", "1"])
     (record,) = log_of(tmp_path / "run")
     assert record["rollout/logprob_diff_mean"] < 1e-5
@@ -134,21 +132,17 @@ def test_a_model_s_own_dropout_is_off(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_thoughts_that_the_prompt_opens_are_rewarded_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_policy = random_run.make_policy
     judged: list[str] = []
-
-    def opens_thoughts() -> tuple[Any, Any]:
-        model, tokenizer = make_policy()
-        tokenizer.chat_template = "{{ messages[0].content }} <think>"
-        tokenizer.add_tokens(["<think>"])
-        model.resize_token_embeddings(len(tokenizer))
-        return model, tokenizer
+    model, tokenizer = random_run.make_policy()
+    tokenizer.chat_template = "{{ messages[0].content }} <think>"
+    tokenizer.add_tokens(["<think>"])
+    model.resize_token_embeddings(len(tokenizer))
 
     def reward(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
         judged.extend(completions)
         return [True] * len(completions)
 
-    monkeypatch.setattr(random_run, "make_policy", opens_thoughts)
+    monkeypatch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
     monkeypatch.setattr(random_run, "checksum_reward", reward)
     random_run.run(tmp_path / "run", ["--max-steps", "1"])
     assert judged
@@ -317,15 +311,10 @@ def test_options_of_trl_are_compared_when_a_run_is_continued(tmp_path: Path) -> 
 def test_gates_on_a_quantized_base_are_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_policy = random_run.make_policy
-
-    def quantized() -> tuple[Any, Any]:
-        model, tokenizer = make_policy()
-        model.is_loaded_in_8bit = True
-        return model, tokenizer
-
     plain = random_run.run(tmp_path / "plain", ["--max-steps", "2"])
-    monkeypatch.setattr(random_run, "make_policy", quantized)
+    model, tokenizer = random_run.make_policy()
+    model.is_loaded_in_8bit = True
+    monkeypatch.setattr(random_run, "make_policy", lambda: (model, tokenizer))
     found = random_run.run(tmp_path / "quantized", ["--max-steps", "2"])
     assert torch.equal(found.alpha, plain.alpha)
     assert found.alpha.min() < 1
