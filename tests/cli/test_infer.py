@@ -197,7 +197,6 @@ def test_other_settings_are_refused_by_name(
     ("content", "message"),
     [
         ("", "in.jsonl .*field 'problem'"),
-        ('{"problem": "x"}\n{"problem"\n', "line 2.*JSON"),
         ('{"question": "x"}\n', "line 1.*'problem'"),
         ('{"problem": "a\\ud800b"}\n', "line 1.*surrogate"),
         ('{"problem": "a", "answer": [1]}\n', "line 1.*'answer'.*list"),

@@ -139,12 +139,3 @@ def test_blocks_run_one_after_another(
         for line, words in lines_of(code):
             is_ours = words[0].startswith("rlkv-")
             assert not (run_script(words) if is_ours else run_process(["bash", "-c", line]))
-
-
-def test_an_installed_script_runs_as_a_process() -> None:
-    script = Path(sys.executable).with_name("rlkv-infer")
-    if not script.exists():
-        pytest.skip("rlkv-infer is not installed: make venv")
-    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "--prompt" in done.stdout

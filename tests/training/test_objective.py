@@ -132,11 +132,7 @@ def test_the_papers_loss_is_a_mean_of_means() -> None:
 
 
 def test_the_published_loss_is_the_mean_over_all_tokens_of_the_step() -> None:
-    """Rewards are (r - 0.5) * 10, normalised over all tokens with std of N - 1 and 1e-5.
-
-    A token counts p / q, or nothing where that is above 5; the sum is divided by the number of all
-    tokens, the masked ones among them.
-    """
+    """Masked tokens, those whose p / q is above 5, are in the number that the sum is divided by."""
     step = Step(0)
     flat: list[float] = []
     for reward, length in zip(step.rewards, step.lengths, strict=True):

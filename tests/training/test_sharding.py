@@ -204,10 +204,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_of_two_processes_survives_signals(tmp_path: Path) -> None:
-    """SIGTERM to one process, SIGTERM to the launcher, kill -9 of one process.
-
-    Each time the run is resumed.
-    """
+    """SIGTERM to one process, then to the launcher, then kill -9 of one; each time it goes on."""
     folder = tmp_path / "run"
 
     def launch(fault: str) -> tuple[int, str]:
