@@ -224,7 +224,7 @@ EVICTING = "--model tiny --prompt x --eviction rkv --budget 64"
         ("--gates GATES --compare-full", "--compare-full needs"),
         ("--gates GATES --sparsity 2", "sparsity 2"),
         ("--gates GATES --window 0", "window is 0"),
-        ("--gates GATES --eviction rkv --budget 64 --protect-prompt", "--protect-prompt"),
+        ("--gates GATES --eviction rkv --budget 64 --protect-prompt", "do not apply"),
         (
             "--gates GATES --eviction h2o --budget 64 --evict-from full --sparsity 1 "
             "--input IN --output OUT",
@@ -242,8 +242,8 @@ EVICTING = "--model tiny --prompt x --eviction rkv --budget 64"
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),
         ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
-        (f"{EVICTING} --sparsity 0.5", "--sparsity"),
-        (f"{EVICTING} --sink 4", "--sink"),
+        (f"{EVICTING} --sparsity 0.5", "--sparsity needs --gates"),
+        (f"{EVICTING} --sink 4", "--sink, --window and --protect-prompt do not apply"),
         (f"{EVICTING} --evict-from full", "--evict-from full needs --gates"),
         (f"{EVICTING} --eviction-option budget=5", "budget is given"),
         (f"{EVICTING} --eviction-option kernel=3.0", "kernel is 3.0"),
