@@ -133,6 +133,7 @@ class ServingSettings:
                     raise ValueError(
                         f"rlkv: full says which heads are full, and so does {name}: give only one"
                     )
+            self._check_full(self.full)
         else:
             check_number("rlkv: sparsity", self.sparsity, 0, 1)
             if not isinstance(self.gates, str) or not self.gates:
@@ -180,6 +181,14 @@ class ServingSettings:
             raise ValueError(
                 "rlkv: full comes without gates, which would state sink and window: give both, or "
                 "eviction"
+            )
+
+    def _check_full(self, rows: Any) -> None:
+        of_layers = isinstance(rows, (list, tuple)) and any(rows)
+        if not of_layers or not all(isinstance(row, str) and set(row) <= {*"01"} for row in rows):
+            raise ValueError(
+                f"rlkv: full is {rows!r}: it must be a list with a text of 0 and 1 for each layer, "
+                'such as ["0110", "1111"]'
             )
 
     def _check_eviction(self, policy: EvictionPolicy) -> None:

@@ -72,7 +72,19 @@ def test_half_a_request_is_an_error(
         ({"one_launch": False}, "^rlkv: unknown setting 'one_launch': choose from"),
         ({"full": ["01"], "sink": 4} | NO_GATES, "^rlkv: full comes without gates.* give both"),
         ({"full": ["01"], "gates": None}, "^rlkv: full says which.* and so does sparsity"),
+        ({"full": [[0, 1]]} | NO_GATES, r"^rlkv: full is \[\[0, 1\]\]: it must be a list with"),
+        ({"full": ["01", "0x"]} | NO_GATES, "^rlkv: full is .*0x"),
+        ({"full": "01"} | NO_GATES, "^rlkv: full is '01'"),
+        ({"full": []} | NO_GATES, "^rlkv: full is"),
         ({"reference_prompt": 0}, r"^rlkv: reference_prompt\b.*0"),
+        ({"mode": "save"}, "mode is 'save': it must be memory or keep or lossless"),
+        ({"mode": "lossless", "prefill": "full"}, "always reads prompts in full: leave prefill"),
+        ({"mode": "keep", "aligned_windows": False}, "mode 'keep' reads whole blocks"),
+        ({"mode": "keep", "keep_prompt_window": True}, "mode 'keep' keeps every block"),
+        ({"mode": "keep", "eviction": RKV}, "do not apply with eviction"),
+        ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
+        ({"aligned_windows": True, "eviction": RKV}, "do not apply with eviction"),
+        ({"keep_prompt_window": 1.5}, "keep_prompt_window is 1.5: it must be"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
@@ -82,7 +94,7 @@ def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("absent", ["gates", "sparsity"])
 def test_missing_settings_are_named(absent: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rlkv: {absent}\b"):
+    with pytest.raises(ValueError, match=f"^rlkv: {absent} is missing: both"):
         parse_settings({key: value for key, value in REQUEST.items() if key != absent})
 
 
