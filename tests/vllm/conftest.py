@@ -67,5 +67,6 @@ def alone(engines: Engines) -> None:
 
 @pytest.fixture(scope="session")
 def llama(engines: Engines) -> Served:
-    """A random Llama and random gates, in a folder."""
+    """A random Llama and random gates, in a folder, for tests with an engine."""
+    pytest.importorskip("vllm")
     return engines.served("sinks")

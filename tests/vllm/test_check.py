@@ -124,14 +124,7 @@ def take_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepRows, "_tables", lambda self: [table + 1 for table in stock(self)])
 
 
-@pytest.mark.parametrize("mutate", [widen, free_early, swap, hit_wrongly, take_the_next_page])
-def test_mutations_are_found(llama: Served, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(RuntimeError, match=CHECK):
-        run(llama, **MODES["joined"])
-
-
-def test_drafts_written_elsewhere_are_found(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def draft_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = HeadDraftProposer.set_inputs_first_pass
 
     def misplaced(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +133,21 @@ def test_drafts_written_elsewhere_are_found(llama: Served, monkeypatch: pytest.M
         return rows, last, first
 
     monkeypatch.setattr(HeadDraftProposer, "set_inputs_first_pass", misplaced)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "mode"),
+    [
+        *((own, "joined") for own in (widen, free_early, swap, hit_wrongly, take_the_next_page)),
+        (draft_elsewhere, "lossless"),
+    ],
+)
+def test_mutations_are_found(
+    llama: Served, mutate: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
     with pytest.raises(RuntimeError, match=CHECK):
-        run(llama, mode="lossless")
+        run(llama, **MODES[mode])
 
 
 def test_evictions_are_refused(llama: Served) -> None:

@@ -52,10 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
 @pytest.mark.parametrize(
     ("family", "gates", "options", "message"),
     [
-        ("gemma3", "llama", {}, "these gates are for"),
-        ("llama", "gemma3", {}, "these gates are for"),
         ("gemma3", "gpt_oss", {}, "other model type"),
-        ("granitemoehybrid", "granitemoehybrid", {"enable_prefix_caching": True}, "prefix caching"),
         ("gpt_oss", "gpt_oss", {"eviction": {"name": "rkv", "budget": 64}}, "learned sinks"),
         ("gemma3", None, {"full": ["10", "1111", "", "1111"]}, r"\[2, 4, 0, 4\].* \[0, 4, 0, 4\]"),
     ],
@@ -63,13 +60,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
 def test_what_is_refused_before_anything_is_loaded(
     models: dict[str, Served], family: str, gates: str | None, options: Any, message: str
 ) -> None:
-    own = dict(options)
-    caching = own.pop("enable_prefix_caching", False)
-    request: Any = {"rlkv": {"sink": 4, "window": 16, **own}}
+    request: Any = {"rlkv": {"sink": 4, "window": 16, **options}}
     if gates is not None:
-        request = models[gates].request(0.5, **own)
+        request = models[gates].request(0.5, **options)
     with pytest.raises(ValueError, match=message):
-        engine_config(models[family], request, enable_prefix_caching=caching)
+        engine_config(models[family], request)
 
 
 def test_sparsity_counts_the_heads_with_gates(models: dict[str, Served]) -> None:

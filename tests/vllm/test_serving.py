@@ -207,19 +207,6 @@ def test_a_prefix_cache_holds_protected_prompts_only(serving: Serving) -> None:
     assert serving.check(first + again + longer) == 960 + 7 * 150
 
 
-@pytest.mark.parametrize("served_by", ["rkv", "full"])
-def test_a_prefix_cache_that_would_be_wrong_is_switched_off(
-    serving: Serving, served_by: str
-) -> None:
-    """What an eviction kept is not a prefix, and cached answers were not read in full."""
-    config = serving.llm.llm_engine.vllm_config
-    assert not config.cache_config.enable_prefix_caching
-    assert config.scheduler_config.enable_chunked_prefill == (served_by == "rkv")
-    prompts = random_prompts((200,), seed=5)
-    outputs = generate(serving.llm, prompts, 30) + generate(serving.llm, prompts, 30)
-    assert not any(output.num_cached_tokens for output in outputs)
-
-
 def plan_of(serving: Serving) -> PackingPlan:
     config = serving.llm.llm_engine.vllm_config
     settings = parse_settings(config.additional_config["rlkv"])
