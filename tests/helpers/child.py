@@ -9,14 +9,17 @@ import sys
 from tests.helpers.paths import ROOT
 
 
-def printed(program: str, label: str, seconds: int = 280, **environment: str) -> list[str]:
+def printed(
+    program: str, label: str, *arguments: object, seconds: int = 280, **environment: str
+) -> list[str]:
     """Return what ``tests.helpers.<program>`` prints after ``label``, line by line.
 
     Args:
+        arguments: of the program.
         seconds: that it may take.
         environment: further variables.
     """
-    command = [sys.executable, "-m", f"tests.helpers.{program}"]
+    command = [sys.executable, "-m", f"tests.helpers.{program}", *map(str, arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=seconds

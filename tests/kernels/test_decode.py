@@ -22,11 +22,11 @@ def test_it_equals_float64_and_a_wrong_window_shows() -> None:
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    assert printed("decode_compile", "gaps", **variables) == ["0"]
-    kernels = printed("decode_compile", "compiled", **variables)
+    *kernels, gaps = printed("decode_compile", "", **variables)
+    assert gaps == "gaps 0"
     assert len(kernels) == 3
     for kernel in kernels:
-        variant, shared, stack, in_order = kernel.split()
+        _, variant, shared, stack, in_order = kernel.split()
         # two programs share the 100 KiB of the smallest multiprocessors
         assert int(shared) <= 49, variant
         assert int(stack) <= 16, variant  # no tile is moved out of the registers

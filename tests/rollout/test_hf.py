@@ -9,12 +9,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import rlkv
-from rlkv.attention import LocalSizes
 from rlkv.cache import HeadReallocationCache
 from rlkv.cache.reallocation import GrowingLayer
 from rlkv.models.loading import cache_argument
 from rlkv.rollout.base import Rows, SamplingParams, end_tokens
-from rlkv.rollout.hf import GatedHFEngine, HFEngine, roll_out
+from rlkv.rollout.hf import HFEngine, roll_out
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 VOCAB = 340  # covers the tiny tokenizer
@@ -224,9 +223,3 @@ def test_logprobs_are_those_of_the_tempered_distribution() -> None:
         picked = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(row.token_ids)[:, None])
         # before top-k and top-p
         assert (torch.tensor(row.logprobs) - picked[:, 0]).abs().max() < 2e-5
-
-
-def test_gates_of_another_shape_are_refused() -> None:
-    engine = GatedHFEngine(make_tiny_model("llama"), LocalSizes(2, 6), pad_id=0)
-    with pytest.raises(ValueError, match=r"gates \[3, 4\], the matrix is \[2, 4\]"):
-        engine.set_gates(torch.ones(2, 4))

@@ -6,9 +6,6 @@ log-probabilities of what it drew otherwise.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
@@ -26,10 +23,10 @@ from transformers import (
 
 from rlkv.attention import LocalSizes
 from rlkv.rollout.base import Rows, Sample, SamplingParams, end_tokens, gate_version
+from tests.helpers.child import printed
 from tests.helpers.engines import Engines, watch_preemptions
 from tests.helpers.mixed_reference import local_mask
 from tests.helpers.models import make_tiny_model
-from tests.helpers.paths import ROOT
 
 pytest.importorskip("vllm")
 
@@ -290,11 +287,7 @@ def test_end_tokens_of_a_folder_without_a_generation_config(tmp_path: Path) -> N
 @pytest.mark.parametrize("program", ["rollouts", "serving"])
 def test_the_second_model_runner(program: str, tmp_path: Path) -> None:
     """The default on a GPU, with asynchronous scheduling: its kernels are interpreted."""
-    command = [sys.executable, "-m", "tests.helpers.second_runner", program, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = printed("second_runner", "", program, tmp_path, seconds=1800)
     errors = [float(line.split()[-1]) for line in lines if line.startswith("max error")]
     compared = [line for line in lines if line.startswith("120 tokens")]
     assert (len(errors), len(compared)) == ((2, 0) if program == "rollouts" else (0, 4))
