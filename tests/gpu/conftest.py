@@ -25,6 +25,7 @@ from rlkv.rollout.footprint import GIB, free_memory
 from rlkv.utils.files import write_json
 from rlkv.utils.runtime import provenance
 
+Record = Callable[[str, Any], None]  # of record_property
 SINK = 4
 WINDOW = 16
 FACTOR = 2.0  # times the error of the unpatched model; 0.97 to 1.05 were measured on a CPU in bf16
@@ -233,9 +234,7 @@ class Built:
 
 
 @pytest.fixture
-def llama_8b(
-    device: torch.device, dtype: torch.dtype, record_property: Callable[[str, Any], None]
-) -> Built:
+def llama_8b(device: torch.device, dtype: torch.dtype, record_property: Record) -> Built:
     """Make a Llama of the 8B shape with as many layers as fit the device; a small one on a CPU."""
     sizes = SMALL
     free = free_memory(device)

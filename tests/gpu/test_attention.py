@@ -27,10 +27,9 @@ from rlkv.attention.softmax import Softmax
 from rlkv.benchmarks.turns import relative_error, timed
 from rlkv.cache.reallocation import full_cache
 from rlkv.rollout.footprint import free_memory
-from tests.gpu.conftest import SINK, WINDOW, Twins
+from tests.gpu.conftest import SINK, WINDOW, Record, Twins
 from tests.helpers.mixed_reference import local_mask
 
-Record = Callable[[str, Any], None]
 EXACT_UP_TO = 1024  # tokens with a float64 reference; beyond it float32, which all GPUs are fast at
 # tokens from which T x T scores are much larger than all that a fused kernel holds
 DENSE_FROM = 2048

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ from rlkv.benchmarks.turns import DecodeConfig
 from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.eviction import POLICIES, make_policy
 from rlkv.gates.allocation import HeadAllocation
-from tests.gpu.conftest import SINK, WINDOW, Texts, Twins
+from tests.gpu.conftest import SINK, WINDOW, Record, Texts, Twins
 from tests.gpu.test_attention import gated
 
-Record = Callable[[str, Any], None]
 # difference of two scores, over the largest score of the head, that rounding may turn round
 TIE = 1e-4
 FEW = 0.05  # share of evictions in which a tie may fall otherwise, after which the texts go apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,9 @@ from rlkv.evaluation.evaluate import parse_methods
 from rlkv.rollout import graphed
 from rlkv.rollout.footprint import GIB
 from rlkv.utils.runtime import GRAPH as SWITCH
-from tests.gpu.conftest import LLAMA_8B, RESERVE_GIB, Built, layers_that_fit
+from tests.gpu.conftest import LLAMA_8B, RESERVE_GIB, Built, Record, layers_that_fit
 from tests.helpers.graphed import AHEAD, WAYS, decode_texts, sample_gated, sample_plain
 
-Record = Callable[[str, Any], None]
 SPARSITY = 0.5
 CONTEXTS = {False: (128, 256), True: (4096, 16384)}
 
@@ -68,31 +68,29 @@ def test_a_decode_step(llama_8b: Built, on_gpu: bool, record_property: Record) -
                 assert row["note"] in ("", "out of memory"), row
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_write_the_same_texts(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    expected = decode_texts(way, "cuda")
-    monkeypatch.setenv(SWITCH, "1")
-    monkeypatch.setattr(graphed, "AHEAD", AHEAD)
-    with mock.patch.object(graphed, "record_graph", wraps=graphed.record_graph) as recordings:
-        assert decode_texts(way, "cuda") == expected
-    assert recordings.call_count >= 1
+def sample_tokens(sample: Callable[[str], Any], device: str) -> list[list[int]]:
+    return [text.token_ids for text in sample(device)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sample", [sample_gated, sample_plain])
-def test_graphs_over_full_caches_write_the_same_texts(
-    sample: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("texts", "graphs"),
+    [
+        *((partial(decode_texts, way), 1) for way in WAYS),
+        # full caches
+        *((partial(sample_tokens, sample), 3) for sample in (sample_gated, sample_plain)),
+    ],
+)
+def test_graphs_write_the_same_texts(
+    texts: Callable[[str], list[list[int]]], graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    expected = sample("cuda")
+    expected = texts("cuda")
     monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(graphed, "AHEAD", AHEAD)
     with mock.patch.object(graphed, "record_graph", wraps=graphed.record_graph) as recordings:
-        found = sample("cuda")
-    assert recordings.call_count >= 3
-    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+        assert texts("cuda") == expected
+    assert recordings.call_count >= graphs
 
 
 def test_texts_with_eviction(llama_8b: Built, on_gpu: bool, record_property: Record) -> None:

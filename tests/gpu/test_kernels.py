@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,12 +16,12 @@ from rlkv.cache import IMPLEMENTATION, HeadReallocationCache
 from rlkv.eviction import TOVA
 from rlkv.rollout.footprint import GIB
 from rlkv.utils.devices import attention_kernels
+from tests.gpu.conftest import Record
 from tests.helpers.cached_logits import MIXED, cached_logits, draw_ids
 from tests.helpers.decode_kernel import STEPS, KernelRun, Shape
-from tests.helpers.gaps import wrong_entries
+from tests.helpers.gaps import SIZES, wrong_entries
 from tests.helpers.models import make_tiny_model
 
-Record = Callable[[str, Any], None]
 # --- torch's own kernels
 
 # query heads, KV heads, queries, keys, mask, causal, groups in torch
@@ -184,8 +183,6 @@ def test_a_model_decodes_by_it_as_without_it(
 
 
 # --- the kernel of the vLLM plugin
-
-SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@ chunks, recomputed in the backward pass: it holds the logits of one chunk, as th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,8 @@ from rlkv.rollout.footprint import GIB
 from rlkv.training import objective
 from rlkv.training.objective import Score, completion_logprobs
 from rlkv.utils.runtime import GRAPH
-from tests.gpu.conftest import FACTOR, Built
+from tests.gpu.conftest import FACTOR, Built, Record
 
-Record = Callable[[str, Any], None]
 CHUNK = 1024  # tokens whose logits are in memory at once
 START = 0.5  # of the gates
 RATE = 0.01  # by how much the first step of AdamW moves each

@@ -10,6 +10,8 @@ from rlkv.vllm.packing import SinkWindowDemand
 # (queries of this step, tokens) of each request: decoding, prompts in one or several pieces, none
 REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 5000)]
 REQUESTS.append((0, 0))
+# (block, sink, window)
+SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
 
 
 def without_gaps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,9 @@ def demand(request: pytest.FixtureRequest) -> BufferDemand:
     return BufferDemand(*request.param)
 
 
-def policy_of(demand: BufferDemand, name: str = "rkv") -> EvictionPolicy:
-    return make_policy(
-        name, budget=demand.budget, buffer=demand.buffer, observation=demand.observation
-    )
+def policy_of(demand: BufferDemand, name: str = "rkv", **own: Any) -> EvictionPolicy:
+    sizes = {"budget": demand.budget, "buffer": demand.buffer, "observation": demand.observation}
+    return make_policy(name, **sizes, **own)
 
 
 def test_tokens_are_evicted_as_in_the_cache_of_transformers(demand: BufferDemand) -> None:
@@ -135,8 +135,7 @@ def test_an_eviction_keeps_what_the_policy_selects(
 ) -> None:
     """Three requests in scattered blocks, one by one or together; other blocks stay."""
     monkeypatch.setattr("rlkv.eviction.base.FLOATS", at_once)
-    sizes = {"budget": demand.budget, "buffer": demand.buffer, "observation": demand.observation}
-    policy = make_policy(name, **sizes, variant=variant, sink=1)
+    policy = policy_of(demand, name, variant=variant, sink=1)
     generator = torch.Generator().manual_seed(0)
     rows, per_request = 3, demand.compressible(demand.capacity)
     blocks = torch.randperm(rows * per_request + 2, generator=generator)[: rows * per_request]

@@ -27,7 +27,7 @@ from rlkv.vllm.paged import (
     prompt_lengths,
     whole_prompts,
 )
-from tests.helpers.gaps import without_gaps
+from tests.helpers.gaps import SIZES, without_gaps
 from tests.helpers.mixed_reference import full_mask, local_mask, mixed_by_head_attention
 from tests.helpers.scattered import Scattered
 
@@ -38,8 +38,6 @@ TOLERANCE = 2e-6  # float32 sums of at most 100 terms of size ~1
 
 # (queries, tokens) of each request
 REQUESTS = [(1, 1), (1, 17), (1, 260), (9, 9), (7, 33), (1, 64), (150, 300), (40, 90), (2, 500)]
-# (block, sink, window)
-SIZES = [(5, 0, 1), (5, 4, 9), (16, 16, 64), (8, 7, 3), (16, 17, 33), (4, 600, 600)]
 
 
 def make_step(demand: SinkWindowDemand, gives_back: bool) -> Scattered:
