@@ -133,6 +133,8 @@ class ServingConfig(LlamaSizes):
                 "there is nothing to run beside the full cache: give --sparsities, and --ways or "
                 "--eviction"
             )
+        if len(set(self.ways)) != len(self.ways):
+            raise ValueError(f"--ways {' '.join(self.ways)}: give each once")
         is_share = [0 < sparsity <= 1 for sparsity in self.sparsities]
         if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
             shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)

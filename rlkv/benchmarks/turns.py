@@ -65,6 +65,8 @@ class LlamaSizes:
             raise ValueError(
                 f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"--head-dim must be even, got {self.head_dim}: halves are rotated")
 
     def llama(self, positions: int) -> LlamaConfig:
         """Return the config for texts of up to ``positions`` tokens."""
@@ -160,7 +162,15 @@ class DecodeConfig(LlamaSizes):
             check_least(self, LEAST_ENTRIES, "contexts")
         if 0.0 not in self.sparsities:
             raise ValueError("--sparsities must include 0: the others are compared with it")
+        is_share = [0 <= sparsity <= 1 for sparsity in self.sparsities]
+        if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
+            shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
+            raise ValueError(f"--sparsities {shown}: give each once, from 0 to 1")
+        if not self.methods:
+            raise ValueError("--methods is empty: give at least one")
         parse_methods(self.methods, [])
+        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
+            raise ValueError(f"--memory-gib must be a number above 0, got {self.memory_gib:g}")
         for name in UNREAD[self.kind]:
             if getattr(self, name) != getattr(type(self), name):
                 what = f"--{self.kind}" if self.kind else "steps of a model"

@@ -245,6 +245,11 @@ def test_the_largest_batch_fills_the_memory() -> None:
     ("changes", "said"),
     [
         ({"sparsities": (0.5,)}, "--sparsities must include 0"),
+        ({"sparsities": (0.0, 1.5)}, "--sparsities 0 1.5: give each once, from 0 to 1"),
+        ({"sparsities": (0.0, 0.5, 0.5)}, "--sparsities 0 0.5 0.5: give each once"),
+        ({"methods": ()}, "--methods is empty"),
+        ({"memory_gib": float("nan")}, "--memory-gib must be a number above 0, got nan"),
+        ({"head_dim": 7}, "--head-dim must be even, got 7"),
         ({"batches": (0,)}, "--batches must be at least 1, got 0"),
         ({"contexts": ()}, "--contexts"),
         (

@@ -54,6 +54,7 @@ def test_the_pool_is_counted_in_blocks_of_the_full_cache() -> None:
         ({"sparsities": (0.5, 0.5)}, "--sparsities 0.5 0.5: give each once"),
         ({"sparsities": (0.0,)}, "--sparsities 0"),
         ({"sparsities": ()}, "nothing to run beside the full cache"),
+        ({"ways": ("keep", "keep")}, "--ways keep keep: give each once"),
         ({"ways": ()}, "nothing to run beside the full cache"),
     ],
 )
