@@ -129,15 +129,20 @@ class Connection:
 
     def __init__(self, url: str, number: int) -> None:
         """ValueError unless ``url`` is ``http://host[:port]``."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname if parts.scheme == "http" else None
+            port = parts.port
+        except ValueError:  # of a port that is none, which does not name the address
+            host = None
+        if not host:
             raise ValueError(
                 f"the rollout server's address must look like http://host:port, got {url!r}"
             )
         self.url = url
         self.number = number
-        self.host = parts.hostname
-        self.port = parts.port or 80
+        self.host = host
+        self.port = port or 80
         self.failing = False
         self.facts: EngineFacts | None = None
 

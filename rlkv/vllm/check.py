@@ -190,7 +190,7 @@ class ReachabilityCheck:
         expected = softmax.attend(groups, keys[None], values[None], None).flatten(0, 2)
         difference = float((out[row.token].double().view_as(expected) - expected).abs().max())
         scale = float(values.abs().max())
-        if difference > TOLERANCES[out.dtype] * max(1.0, scale):
+        if not difference <= TOLERANCES[out.dtype] * max(1.0, scale):  # NaN, too
             raise RuntimeError(
                 f"rlkv: {CHECK}: an output of {name} is {difference:.1e} off float64"
             )

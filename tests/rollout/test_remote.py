@@ -311,8 +311,9 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         assert client.retries == 0
         with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{server.server_port} .*--port"):
             RolloutServer(("127.0.0.1", server.server_port), Scripted(), FACTS)
-    with pytest.raises(ValueError, match="http://host:port"):
-        RolloutClient(["localhost:8700"])
+    for address in ("localhost:8700", "http://host:port", "http://host:99999"):
+        with pytest.raises(ValueError, match=f"look like http://host:port, got '{address}'"):
+            RolloutClient([address])
     assert SERVE.ServeConfig().host == "127.0.0.1"
     for option, value in (("--port", "65536"), ("--engine", "sglang")):
         with pytest.raises(ValueError, match=f"{option} '?{value}"):

@@ -183,6 +183,15 @@ def test_outputs_with_learned_sinks(engines: Engines) -> None:
     assert found.largest < 1e-5
 
 
+def recompute(found: check.ReachabilityCheck, out: torch.Tensor) -> None:
+    """Hand over calls with keys and values of ones, until an output is computed again."""
+    states = (torch.ones(1, 2, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    for call in range(check.OUTPUTS_EVERY):
+        slots = torch.tensor([call])
+        rows = [check.Row(0, slots)]
+        found.recompute("layer", 64, slots, states, rows, Softmax(0.5), out)
+
+
 def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are as large as the cache: made for each call they would take most of the time."""
     made = []
@@ -193,11 +202,13 @@ def test_noted_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return stock(self, *size)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
-    states = (torch.ones(1, 2, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4))
     found = check.ReachabilityCheck()
-    for call in range(check.OUTPUTS_EVERY):
-        slots = torch.tensor([call])
-        rows = [check.Row(0, slots)]
-        found.recompute("layer", 64, slots, states, rows, Softmax(0.5), torch.ones(1, 2, 4))
+    recompute(found, torch.ones(1, 2, 4))
     assert made == [(2, 64, 1, 4)]
     assert found.outputs == 1
+
+
+@pytest.mark.parametrize("value", [1.001, float("nan")])  # NaN: of a block that was never written
+def test_a_wrong_output_is_found(value: float) -> None:
+    with pytest.raises(RuntimeError, match=f"{CHECK}: an output of layer is .* off float64"):
+        recompute(check.ReachabilityCheck(), torch.full((1, 2, 4), value))
