@@ -74,13 +74,16 @@ def forced_logprobs(
 def worst_difference(
     model: torch.nn.Module, rows: Rows, samples: dict[int, Sample], temperature: float = 1.0
 ) -> float:
-    """Return the largest difference of the samples' log-probabilities from those of ``model``."""
+    """Return the largest difference of the samples' log-probabilities from those of ``model``.
+
+    NaN if there is one.
+    """
     assert sorted(samples) == list(range(len(rows.prompts)))
-    worst = 0.0
+    differences = []
     for index, sample in samples.items():
         wanted = forced_logprobs(model, rows.prompts[index], sample.token_ids, temperature)
-        worst = max(worst, (wanted - torch.tensor(sample.logprobs)).abs().max().item())
-    return worst
+        differences.append((wanted - torch.tensor(sample.logprobs)).abs())
+    return torch.cat(differences).max().item()
 
 
 def put_gates(model: torch.nn.Module, alpha: Tensor) -> torch.nn.Module:

@@ -16,12 +16,11 @@ from tests.helpers.engines import (
     ENGINES,
     LENGTHS,
     SINK,
-    TIE,
-    TOLERANCE,
     TWO_RANKS,
     WINDOW,
     Served,
     check_all_free,
+    compare,
     engine,
     generate,
     need_vllm,
@@ -115,12 +114,7 @@ def check(serving: Serving, outputs: list[Any], block: int | None = None) -> int
         window = settings.get("window", WINDOW)
         model = serving.served.model
         logits = reference_logits(model, ids, full, sink, window, call_start, block=block)
-        logits = logits[0, len(prompt) - 1 : -1]
-        chosen = torch.arange(len(tokens)), torch.tensor(tokens)
-        assert (logits.amax(-1) - logits[chosen]).max() <= TIE, f"prompt of {len(prompt)} tokens"
-        rows = zip(output.outputs[0].logprobs, tokens, strict=True)
-        found = torch.tensor([row[token].logprob for row, token in rows])
-        assert (found - logits.log_softmax(-1)[chosen]).abs().max() <= TOLERANCE
+        compare(prompt, output.outputs[0], logits[0, len(prompt) - 1 : -1])
         compared += len(tokens)
     return compared
 

@@ -8,7 +8,7 @@ from tests.helpers.child import printed
 
 pytest.importorskip("vllm")
 
-CASES = {"gaps": 10, "local": 6, "mixed": 2, "evicting": 12}
+CASES = {"gaps": 10, "local": 6, "mixed": 4, "evicting": 12}
 
 
 def test_the_cuda_path_equals_the_torch_path() -> None:
@@ -20,4 +20,5 @@ def test_the_cuda_path_equals_the_torch_path() -> None:
     assert {path: len(found) for path, found in errors.items()} == CASES
     assert not any(errors["gaps"])
     for path in ("local", "mixed", "evicting"):
-        assert max(errors[path]) < 2e-6  # float32 sums of at most 300 terms of size ~1
+        # float32 sums of at most 300 terms of size ~1; max would lose NaN
+        assert all(error < 2e-6 for error in errors[path]), path
