@@ -96,12 +96,26 @@ def fake_drafts(**changes: Any) -> Any:
     return SimpleNamespace(draft_model_config=SimpleNamespace(model=own["model"]), **own)
 
 
+ASKED = ("auto", "fp8")
 RANKS = "parallel_config__tensor_parallel_size"
 HYBRID = {"model_config__architecture": "Gemma3ForCausalLM"}
 EAGLE = {"speculative_config": SimpleNamespace(method="eagle")}
 NGRAMS = {"speculative_config": SimpleNamespace(method="ngram")}  # without a cache of their own
+QUANTISED = SimpleNamespace(
+    get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
+)
 BITSANDBYTES = SimpleNamespace(get_name=lambda: "bitsandbytes")
 LLAMA = "LlamaForCausalLM"
+
+
+def scaled(dtype: str) -> dict[str, Any]:
+    """A checkpoint that asks for a cache in FP8; the layers note "auto" as "fp8" later on.
+
+    Its scales lie next to the weights, which are reordered, whatever the cache holds.
+    """
+    return {"quant_config": QUANTISED, "cache_config__cache_dtype": dtype}
+
+
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     REALLOCATION: [
         ({RANKS: 8}, "tensor-parallel-size 8 and 4 KV heads"),
@@ -123,6 +137,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({f"{TEXT}__dual_chunk_attention_config": {"chunk_size": 8}}, "dual chunk attention"),
         ({"cache_config__cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16: leave it at auto"),
         ({"cache_config__cache_dtype": "fp8"}, "fp8"),
+        *((scaled(dtype), "quantization_config has a kv_cache_scheme") for dtype in ASKED),
+        (scaled("float32"), "scales that a checkpoint with a kv_cache_scheme holds"),
         ({"model_config__model_class_overrides": {LLAMA: "m:Own"}}, "--model-class-overrides"),
     ],
     KEEPING: [
@@ -148,6 +164,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({RANKS: 2}, "tensor parallelism"),
         (HYBRID, "Gemma3ForCausalLM"),
         (NGRAMS, "speculative decoding"),
+        *((scaled(dtype), "quantization_config has a kv_cache_scheme") for dtype in ASKED),
     ],
 }
 TAKEN: dict[str, list[dict[str, Any]]] = {
@@ -157,7 +174,9 @@ TAKEN: dict[str, list[dict[str, Any]]] = {
         {"cache_config__cache_dtype": "fp8"},
         {"lora_config": object()},
         {"load_config__load_format": "sharded_state"},
+        *map(scaled, (*ASKED, "float32")),
     ],
+    ROLLOUT: [scaled("float32")],
     DRAFTING: [{"cache_config__cache_dtype": "fp8"}],
 }
 
@@ -180,29 +199,6 @@ def test_what_is_taken() -> None:
     for feature, rows in TAKEN.items():
         for changes in rows:
             check(feature, changes)
-
-
-QUANTISED = SimpleNamespace(
-    get_name=lambda: "compressed-tensors", kv_cache_scheme={"num_bits": 8, "type": "float"}
-)
-
-
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])  # as asked for, and as the layers note it
-def test_a_checkpoint_that_asks_for_a_cache_in_fp8(dtype: str) -> None:
-    config = fake_engine(quant_config=QUANTISED, cache_config__cache_dtype=dtype)
-    assert check_engine(config, KEEPING) is None
-    for feature in (REALLOCATION, ROLLOUT):
-        with pytest.raises(ValueError, match=f"{feature} does not work with.*kv_cache_scheme"):
-            check_engine(config, feature)
-
-
-def test_scales_of_a_checkpoint_whose_cache_is_plain() -> None:
-    """They lie next to the weights, which are reordered, whatever the cache holds."""
-    config = fake_engine(quant_config=QUANTISED, cache_config__cache_dtype="float32")
-    for feature in (KEEPING, ROLLOUT):
-        assert check_engine(config, feature) is None
-    with pytest.raises(ValueError, match="scales that a checkpoint with a kv_cache_scheme holds"):
-        check_engine(config, REALLOCATION)
 
 
 @pytest.mark.parametrize("feature", [REALLOCATION, ROLLOUT])

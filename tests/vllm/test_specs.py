@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float32,
     "bin": 1,
 }
+EVICTING = EvictingSpec(**SIZES, budget=20, buffer=12, observation=8, group_size=2)
 
 
 def spec(**changes: Any) -> SinkWindowSpec:
@@ -184,8 +185,7 @@ def test_a_protected_prompt_stays_and_cannot_grow() -> None:
 
 def test_a_request_under_eviction_that_goes_back_is_refused() -> None:
     """As between two parts of a streamed input, where the engine computes a token again."""
-    own = EvictingSpec(**SIZES, budget=20, buffer=12, observation=8, group_size=2)
-    manager, _ = manager_of(EvictingManager, own)
+    manager, _ = manager_of(EvictingManager, EVICTING)
     assert manager.get_num_blocks_to_allocate("a", 30, [], 0, 0, 30) == 3
     assert len(manager.allocate_new_blocks("a", 30, 30)) == 3
     assert manager.get_num_blocks_to_allocate("a", 90, [], 30, 30, 90) == 0
@@ -197,8 +197,7 @@ def test_a_request_under_eviction_that_goes_back_is_refused() -> None:
 
 
 def test_evictions_are_reported_without_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = EvictingSpec(**SIZES, budget=20, buffer=12, observation=8, group_size=2)
-    manager, _ = manager_of(EvictingManager, own)
+    manager, _ = manager_of(EvictingManager, EVICTING)
     reported: list[int] = []
     monkeypatch.setattr(manager, "report", lambda: reported.append(manager.evictions()))
     for tokens in range(40, 100):
