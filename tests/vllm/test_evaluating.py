@@ -22,18 +22,20 @@ from rlkv.vllm import engine as vllm_engine
 N = 8
 # texts of the reference do not depend on its batch: no choice hangs on rounding
 LOCAL = ("mine@0.5+rkv@20:buffer=12", "snapkv@24:buffer=12:observation=5")
+STOPS = ["--stop-repetitive", "--repetition", "8", "7"]
 RUNS = {
     "full": ["--methods", "full", "mine@0.5"],
     "local": ["--prefill", "local", "--methods", *LOCAL],
     "protected": ["--protect-prompt", "--methods", "mine@0.75"],
+    "stopped": [*STOPS, "--methods", "full"],
 }
 CASES = [
     ("full", "full"),
     ("full", "mine@0.5"),
     *(("local", method) for method in LOCAL),
     ("protected", "mine@0.75"),
+    ("stopped", "full"),
 ]
-STOPS = ["--stop-repetitive", "--repetition", "8", "7"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +95,8 @@ def test_rows_are_those_of_transformers(evaluated: Path, run: str, method: str) 
     assert all(row["seconds"] > 0 for row in found)
     expected = rows(evaluated / run / "hf", method)
     assert [stable(row) for row in found] == [stable(row) for row in expected]
+    is_repetitive = any(row["finish_reason"] == "repetition" for row in found)
+    assert is_repetitive == (run == "stopped")
 
 
 def test_results_say_the_engine(evaluated: Path) -> None:
@@ -147,11 +151,3 @@ def test_samples_repeat_in_any_batch_and_repetitive_texts_are_ended(
     assert len(texts) > N, "samples are draws of their own"
     ended = [row for row in found["3"] if row["finish_reason"] == "repetition"]
     assert 0 < len(ended) < 2 * N
-
-
-def test_repetitive_texts_end_as_in_transformers(gates: Path, tmp_path: Path) -> None:
-    for engine in ("hf", "vllm"):
-        evaluate(tmp_path / engine, gates, *STOPS, "--engine", engine)
-    found, expected = (rows(tmp_path / engine, "full") for engine in ("vllm", "hf"))
-    assert [stable(row) for row in found] == [stable(row) for row in expected]
-    assert {row["finish_reason"] for row in found} >= {"repetition"}
