@@ -92,17 +92,23 @@ def parse_mbpp(row: dict[str, Any], where: str) -> ParsedRow:
     """
     problem = first_text(row, ("prompt", "text"), where)
     tests = row.get("test", row.get("test_list"))
-    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+    if not tests or not _are_texts(tests):
         raise ValueError(
             f"{where}: the tests (test or test_list) must be a list of texts, at least one"
         )
-    setup = [line for line in row.get("test_imports") or [] if line.strip()]
-    if (row.get("test_setup_code") or "").strip():
-        setup.append(row["test_setup_code"])
+    imports = row.get("test_imports") or []
+    if not _are_texts(imports):
+        raise ValueError(f"{where}: test_imports must be a list of texts")
+    lines = [*imports, first_text(row, ("test_setup_code",), where, default="")]
+    setup = [line for line in lines if line.strip()]
     program = text_field(row, "code", where).replace("\r\n", "\n").replace("\r", "\n")
     texts = {"problem": problem.strip(), "tests": "\n".join(tests)}
     meta = {"problem": problem, "tests": tests, "setup": "\n".join(setup)}
     return ParsedRow(texts, program, meta)
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 MBPP = EvalTask(
@@ -191,7 +197,7 @@ def parse_livecodebench(row: dict[str, Any], where: str) -> ParsedRow:
         if function is not None:
             for given, expected in tests:
                 _ = [*map(json.loads, given.split("\n")), json.loads(expected)]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{where}: its tests or metadata are not those of LiveCodeBench: {error}"
         ) from None

@@ -143,8 +143,13 @@ def test_packed_tests_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="mkdir"):
         read_tests(harmful)
     assert not Path("harmed").exists()
-    for text in ('[{"input": 5, "output": 6}]', '[{"input": "a"}]', "[" * 100_000, "[1]"):
-        with pytest.raises(ValueError, match=r"\w"):
+    for text, message in (
+        ('[{"input": 5, "output": 6}]', "an input or output is not a text"),
+        ('[{"input": "a"}]', "^KeyError: 'output'"),
+        ("[" * 100_000, "^RecursionError"),
+        ("[1]", "^TypeError"),
+    ):
+        with pytest.raises(ValueError, match=message):
             read_tests(text)
     monkeypatch.setattr("rlkv.evaluation.tasks.code.MOST_BYTES", 100)
     with pytest.raises(ValueError, match="100 bytes"):  # they would fill the memory
@@ -152,17 +157,19 @@ def test_packed_tests_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("changes", "message"),
     [
-        {"private_test_cases": "no base64"},
-        {"private_test_cases": base64.b64encode(b"not compressed").decode()},
-        {"public_test_cases": '[{"input": "1"}]'},
-        {"metadata": "[]"},
-        {"metadata": '{"func_name": "a b"}'},
-        {"metadata": '{"func_name": "f"}', "public_test_cases": json.dumps([case("no json", "1")])},
-        {"public_test_cases": "[]", "private_test_cases": "[]"},
+        ({"private_test_cases": "no base64"}, "not those of LiveCodeBench"),
+        ({"private_test_cases": base64.b64encode(b"not compressed").decode()}, "incorrect header"),
+        ({"public_test_cases": '[{"input": "1"}]'}, "KeyError: 'output'"),
+        ({"metadata": "[]"}, "'list' object"),
+        ({"metadata": "[" * 100_000}, "recursion"),
+        ({"metadata": '{"func_name": "a b"}'}, "func_name 'a b' is not a name"),
+        ({"public_test_cases": json.dumps([case("no json", "1")])}, "Expecting value"),
+        ({"public_test_cases": "[]", "private_test_cases": "[]"}, "no tests"),
     ],
 )
-def test_broken_rows_are_named(load: Load, more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="line 1"):
-        load("livecodebench", stdin_row(**more))
+def test_broken_rows_are_named(load: Load, changes: dict[str, Any], message: str) -> None:
+    # errors of JSON name a line themselves, "line 1 column 1"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl line 1: .*{message}"):
+        load("livecodebench", METHOD | changes)

@@ -92,6 +92,9 @@ def test_field_names_of_published_copies(
     assert not TASKS[name].grade(r"\boxed{2}", problem)
 
 
+MBPP = {"prompt": "p", "code": "c", "test": ["assert f(3) == 4"]}
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
@@ -99,6 +102,9 @@ def test_field_names_of_published_copies(
         ("math500", [{"problem": "p", "answer": ""}], "line 1.*problem"),
         ("mbpp", [{"prompt": "p", "code": "c", "test": []}], "line 1.*tests"),
         ("mbpp", [{"prompt": "p", "code": "c"}], "line 1.*tests"),
+        ("mbpp", [MBPP | {"test_imports": "import re"}], "line 1.*test_imports"),
+        ("mbpp", [MBPP | {"test_imports": [5]}], "line 1.*test_imports"),
+        ("mbpp", [MBPP | {"test_setup_code": [5]}], "line 1.*'test_setup_code' is a list"),
         ("aime24", [{"id": 1, "problem": "p", "answer": "1"}] * 2, "line 2.*'1'"),
         ("gsm8k", [], "rows.jsonl"),
     ],
