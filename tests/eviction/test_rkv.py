@@ -6,28 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rlkv.eviction import base, rkv
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.naive_eviction import random_entries
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that was newly allocated."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                is_known = tensor.untyped_storage().data_ptr() in self.known
-                self.elements = max(self.elements, 0 if is_known else tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("floats", [2**14, 2**16])
@@ -46,10 +28,10 @@ def test_temporary_tensors_stay_within_the_limit(
         lambda: base.attention_received(keys, queries, valid),
     ]
     for call in calls:
-        with LargestTensor(keys, queries, valid) as largest:
+        with LiveBytes([keys, queries, valid]) as live:
             call()
-        assert floats / 4 < largest.elements <= max(floats, rows * 3 * n)
-        assert largest.elements < n * n
+        assert floats / 4 < live.largest <= max(floats, rows * 3 * n)
+        assert live.largest < n * n
 
 
 def test_a_look_in_8_bits_misses_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:

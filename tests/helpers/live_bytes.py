@@ -12,15 +12,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, every new storage is counted until it is freed; ``there`` counts from the start."""
+    """Inside, every new storage is counted until it is freed; ``there`` counts from the start.
+
+    ``largest``: the most elements of a new one.
+    """
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._live: dict[int, int] = {}
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         for tensor in there:
             self._note(tensor)
         self.at_start = self.now
+        self.largest = 0
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -29,6 +33,7 @@ class LiveBytes(TorchDispatchMode):
             self._live[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
+            self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
