@@ -17,15 +17,10 @@ from rlkv.evaluation.study import load_study
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from tests.helpers.families import make_family
-from tests.helpers.study_program import NUM_PROBLEMS, config_of, results, run, write_inputs
+from tests.helpers.study_program import NUM_PROBLEMS, analysis, config_of, results, run
 
 WORDS = ["--analyses", "acceptance", "--sparsities", "0.5", "0.2", "--sizes", "4+8", "prompt+8"]
 SIZES = {"4+8": (4, 8), "prompt+8": (0, 8)}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +38,6 @@ def texts(inputs: Path, study: Path) -> list[tuple[list[int], list[int]]]:
     written = {row["key"]: row["token_ids"] for row in map(json.loads, rows)}
     problems = load_study(config_of(inputs, study)).problems["tiny"]
     return [(problem.prompt_ids, written[problem.key]) for problem in problems]
-
-
-def numbers(folder: Path) -> dict[str, Any]:
-    return results(folder)["analyses"]["acceptance"]["tasks"]["tiny"]
 
 
 def count(text: tuple[list[int], list[int]], allocation: HeadAllocation, size: str) -> int:
@@ -71,7 +62,7 @@ def test_all_heads_full_accept_every_token(texts: list[Any], monkeypatch) -> Non
 
 
 def test_a_study_counts_each_ranking(inputs: Path, study: Path, texts: list[Any]) -> None:
-    found = numbers(study)
+    found = analysis(study, "acceptance")
     assert found["positions"] == sum(len(answer) - 1 for _, answer in texts)
     rankings = ("mine", "other <b>", "oracle (measured)", "random heads")
     assert list(found["methods"]) == [f"{name}, {size}" for size in SIZES for name in rankings]
@@ -94,7 +85,7 @@ def test_a_study_counts_each_ranking(inputs: Path, study: Path, texts: list[Any]
 
 def test_the_report_says_what_is_computed(study: Path, texts: list[Any]) -> None:
     text = (study / "report.md").read_text()
-    first = numbers(study)["methods"]["mine, 4+8"][0]
+    first = analysis(study, "acceptance")["methods"]["mine, 4+8"][0]
     assert f"| mine, 4+8 | {first['mean']:.3f} [" in text
     speedup, drafted = computed_speedup(first["mean"], 0.2, 12)
     assert f"| mine, 4+8 | {speedup:.2f}x, k = {drafted} |" in text
@@ -108,7 +99,7 @@ def test_the_report_says_what_is_computed(study: Path, texts: list[Any]) -> None
 def test_what_is_measured_is_not_measured_again(
     inputs: Path, study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = results(study)
+    before = results(study)["analyses"]
     counted: list[int] = []
 
     def note(model: Any, prompt: Any, answer: Any, drafts: list[Any]) -> list[int]:
@@ -118,13 +109,13 @@ def test_what_is_measured_is_not_measured_again(
     monkeypatch.setattr(module, "count_accepted", note)
     run(inputs, study, *WORDS)
     assert counted == [1]  # the check of the model
-    assert results(study)["analyses"] == before["analyses"]
+    assert results(study)["analyses"] == before
     counted.clear()
     run(inputs, study, "--random-draws", "0", *WORDS, "--sparsities", "0.5", "0.7")
     # at 0.7 two seeds with the same heads, another method and the oracle, with two sizes
     assert counted == [1] + [6] * NUM_PROBLEMS
-    found = numbers(study)["methods"]["mine, 4+8"]
-    assert found[0] == before["analyses"]["acceptance"]["tasks"]["tiny"]["methods"]["mine, 4+8"][1]
+    found = analysis(study, "acceptance")["methods"]["mine, 4+8"]
+    assert found[0] == before["acceptance"]["tasks"]["tiny"]["methods"]["mine, 4+8"][1]
 
 
 @pytest.mark.parametrize(

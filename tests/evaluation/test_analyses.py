@@ -28,7 +28,7 @@ from rlkv.models.prompts import render_prompt
 from tests.helpers.models import build_tokenizer
 from tests.helpers.plain_decoding import decode
 from tests.helpers.study_fakes import outcome, ranking
-from tests.helpers.study_program import NUM_PROBLEMS, TOKENS, config_of, results, run, write_inputs
+from tests.helpers.study_program import NUM_PROBLEMS, TOKENS, analysis, config_of, results, run
 
 ALPHA = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 CACHE = CacheSettings(4, 16)
@@ -104,11 +104,6 @@ def test_costs_never_mix_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
 def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("study")
     run(inputs, output, "--sizes", "4+8", "prompt+8", "4+16")
@@ -118,10 +113,6 @@ def study(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def problems(inputs: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (inputs / "problems.jsonl").read_text().splitlines()]
-
-
-def numbers(study: Path, analysis: str) -> dict[str, Any]:
-    return results(study)["analyses"][analysis]["tasks"]["tiny"]
 
 
 def test_every_allocation_is_measured_once(study: Path) -> None:
@@ -141,7 +132,7 @@ def test_every_allocation_is_measured_once(study: Path) -> None:
 
 
 def test_methods_at_matched_bytes(study: Path, problems: list[dict[str, Any]]) -> None:
-    found = {name: row["savings"][0] for name, row in numbers(study, "budget")["methods"].items()}
+    found = {name: row["savings"][0] for name, row in analysis(study, "budget")["methods"].items()}
     policies = ["rkv", "rkv (prompt kept)"]
     rankings = ("mine", "other <b>", "oracle (measured)", "random heads")
     expected = {*policies, "rkv, fixed budget", *(f"mine + {policy}" for policy in policies)}
@@ -188,7 +179,7 @@ def test_a_sweep_is_what_plain_decoding_gives(
     allocation = HeadAllocation.from_gates(HeadGates.load(inputs / "a" / "gates.pt"), 0.5)
     protected = CacheSettings(0, 8, protect_prompt=True)
     sizes = {"4+16": CACHE, "4+8": CacheSettings(4, 8), "prompt+8": protected}
-    sweep = numbers(study, "sweep")
+    sweep = analysis(study, "sweep")
     found = {name: sweep["sizes"][f"mine, {name}"][0] for name in sizes}
     assert found["4+16"]["mean"] == sweep["methods"]["mine"][0]["mean"]
     for name, cache in sizes.items():
@@ -213,7 +204,7 @@ def test_draws_share_the_problems(
         (text,), correct = decode(model, tokenizer, [problem], allocations[i % 2], CACHE, TOKENS)
         assert joined.answers[i].tokens.tolist() == list(text.token_ids)
         assert joined.correct[i] == correct[0]
-    sweep = numbers(study, "sweep")["methods"]["random heads"][0]
+    sweep = analysis(study, "sweep")["methods"]["random heads"][0]
     assert (sweep["n"], sweep["draws"]) == (NUM_PROBLEMS, 2)
     assert sweep["seeds"] == [joined.correct.mean()]
     assert "2 draws, which share the problems" in (study / "table.md").read_text()
@@ -233,14 +224,14 @@ def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path)
 
 def test_analyses_agree_with_each_other(study: Path) -> None:
     full = results(study)["full_cache"]["tiny"]
-    methods = numbers(study, "sweep")["methods"]
-    for row in numbers(study, "comparison")["rows"]:
+    methods = analysis(study, "sweep")["methods"]
+    for row in analysis(study, "comparison")["rows"]:
         means = (row["first"]["mean"], row["second"]["mean"])
         assert means == (methods["mine"][0]["mean"], methods[row["other"]][0]["mean"])
         assert row["difference"]["difference"] == pytest.approx(means[0] - means[1])
-    variant = numbers(study, "ablations")["variant"][0]
+    variant = analysis(study, "ablations")["variant"][0]
     assert variant["first"]["mean"] == methods["other <b>"][0]["mean"]
-    modes = numbers(study, "modes")
+    modes = analysis(study, "modes")
     assert modes["solved"] == round(full["accuracy"] * NUM_PROBLEMS)
     for mode, example in modes["examples"].items():
         assert modes["methods"]["mine"][0][mode]["mean"] > 0
@@ -260,7 +251,7 @@ def test_the_report_is_whole(study: Path) -> None:
     for word in ("torch", "cores", "2 seeds, 1 set of heads", *TITLES):
         assert word in text
         assert word in page
-    accuracy = numbers(study, "sweep")["methods"]["mine"][0]["mean"]
+    accuracy = analysis(study, "sweep")["methods"]["mine"][0]["mean"]
     row = rf"\| mine \| .* \| {accuracy:.3f} \(.*; 2 seeds, 1 set of heads \| 7 s CPU \|"
     assert re.search(row, (study / "table.md").read_text())
     assert "| KV held, of full | 100% |" in (study / "table.md").read_text()

@@ -24,14 +24,9 @@ from rlkv.utils.progress import progress_bar
 from rlkv.utils.store import StoreInUseError
 from tests.helpers.families import make_family
 from tests.helpers.models import build_tokenizer
-from tests.helpers.study_program import NUM_PROBLEMS, config_of, run, write_inputs
+from tests.helpers.study_program import NUM_PROBLEMS, config_of, run
 
 CACHE = CacheSettings(sink=4, window=16)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize(

@@ -61,3 +61,8 @@ def run(inputs: Path, output: Path, *more: str) -> None:
 
 def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
+
+
+def analysis(folder: Path, name: str) -> dict[str, Any]:
+    """Return what an analysis found on the tiny model's task."""
+    return results(folder)["analyses"][name]["tasks"]["tiny"]
