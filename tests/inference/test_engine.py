@@ -113,8 +113,10 @@ def test_chat_without_a_chat_template() -> None:
     engine = make_engine()
     engine.tokenizer.chat_template = None
     chat = Chat(engine, GREEDY, template="plain")
-    first, second = chat.say(QUESTIONS[0]), chat.say(QUESTIONS[1])
-    assert second.usage.kv_bytes_full > first.usage.kv_bytes_full
+    text = render_prompt(engine.tokenizer, QUESTIONS[0], "plain")
+    text += f"{chat.say(QUESTIONS[0]).completion.text}\n\n{QUESTIONS[1]}"
+    expected = engine.reply(engine.tokenize([text])[0], GREEDY)
+    assert chat.say(QUESTIONS[1]).completion == expected.completion
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
