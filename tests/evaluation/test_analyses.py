@@ -225,7 +225,9 @@ def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path)
 def test_analyses_agree_with_each_other(study: Path) -> None:
     full = results(study)["full_cache"]["tiny"]
     methods = analysis(study, "sweep")["methods"]
-    for row in analysis(study, "comparison")["rows"]:
+    rows = analysis(study, "comparison")["rows"]
+    assert rows
+    for row in rows:
         means = (row["first"]["mean"], row["second"]["mean"])
         assert means == (methods["mine"][0]["mean"], methods[row["other"]][0]["mean"])
         assert row["difference"]["difference"] == pytest.approx(means[0] - means[1])
@@ -233,6 +235,7 @@ def test_analyses_agree_with_each_other(study: Path) -> None:
     assert variant["first"]["mean"] == methods["other <b>"][0]["mean"]
     modes = analysis(study, "modes")
     assert modes["solved"] == round(full["accuracy"] * NUM_PROBLEMS)
+    assert modes["examples"]
     for mode, example in modes["examples"].items():
         assert modes["methods"]["mine"][0][mode]["mean"] > 0
         assert example["text"] in (study / "report.md").read_text()

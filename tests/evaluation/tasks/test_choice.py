@@ -178,7 +178,7 @@ def test_grading_is_by_the_letter() -> None:
         ("mmlu_pro:law", mmlu_row(1, answer="A"), "'A'.*answer_index 1"),
         ("mmlu_pro:law", mmlu_row(1, answer_index=3), "answer_index 3"),
         ("mmlu_pro:law", mmlu_row(1, options="abc"), "'options'"),
-        ("gpqa_diamond", gpqa_row(0, Question=" "), "line 1"),
+        ("gpqa_diamond", gpqa_row(0, Question=" "), "line 1: the question or an answer is empty"),
         ("gpqa_diamond", {"Question": "q", "Correct Answer": "a"}, "Incorrect Answer 1"),
         ("longreason:8k", {"prompt": "p", "answer": "Eve"}, "line 1.*'EVE'"),
     ],

@@ -262,17 +262,17 @@ def test_instructions(load: Load) -> None:
 @needs_checkers
 @pytest.mark.usefixtures("sentences")
 @pytest.mark.parametrize(
-    "row",
+    ("row", "message"),
     [
-        instructions(("no:such", {})),
-        instructions(("length_constraints:number_words", {"relation": "about", "num_words": 4})),
-        instructions(("punctuation:no_comma", {"words": 3})),
-        instructions(("punctuation:no_comma", {}), kwargs=[]),
-        instructions(("punctuation:no_comma", {}), prompt=""),
+        (instructions(("no:such", {})), "no:such: KeyError"),
+        (instructions(("length_constraints:number_words", {"relation": "about"})), "ValueError"),
+        (instructions(("punctuation:no_comma", {"words": 3})), "no_comma: TypeError"),
+        (instructions(("punctuation:no_comma", {}), kwargs=[]), "as many kwargs as"),
+        (instructions(("punctuation:no_comma", {}), prompt=""), "it needs a prompt"),
     ],
 )
-def test_broken_instructions_are_named(load: Load, row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="line 1"):
+def test_broken_instructions_are_named(load: Load, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"line 1: .*{message}"):
         load("ifeval", row)
 
 
