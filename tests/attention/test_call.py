@@ -62,20 +62,16 @@ def test_a_layer_with_a_window_keeps_it_and_nothing_else(attention: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads", "dropout", "message"),
+    ("heads", "dropout", "message"),
     [
-        (torch.ones(1, 1, 5, 5, dtype=torch.bool), 2, 0.0, "not a prepared 4D one"),
-        (MixedCall(1, 5, 5, 0, None, False, lambda: None), 2, 0.0, "no packed sequences"),
-        (CALL, 2, 0.1, "no dropout"),
-        (CALL, 1, 0.0, "1 KV heads, but gates for 2"),
+        (2, 0.1, "no dropout"),
+        (1, 0.0, "1 KV heads, but gates for 2"),
     ],
 )
-def test_calls_that_would_bypass_a_gate(
-    mask: Any, heads: int, dropout: float, message: str
-) -> None:
+def test_calls_that_would_bypass_a_gate(heads: int, dropout: float, message: str) -> None:
     query, key, value = STATES
     with pytest.raises(ValueError, match=message):
-        mixed_attention(layer(True), query, key[:, :heads], value[:, :heads], mask, dropout=dropout)
+        mixed_attention(layer(True), query, key[:, :heads], value[:, :heads], CALL, dropout=dropout)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,6 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"gates": random_gates(make_tiny_model("llama"))}, "sparsity is missing"),
         ({"gates": random_gates(make_tiny_model("qwen2")), "sparsity": 0.5}, "qwen2"),
         ({"gates": random_gates(make_tiny_model("llama")), "sparsity": 1.5}, "sparsity"),
-        ({"gates": "absent/gates.pt", "sparsity": 0.5}, "absent"),
         ({"gates": SHORT_GATES}, "2 layers x 4 KV heads"),
         ({"gates": torch.ones(3, 4), "sparsity": 0.5}, r"gates is a Tensor: .* HeadGates\(alpha\)"),
         ({**BY_RKV, "sparsity": 0.5}, "pass one of the two"),
