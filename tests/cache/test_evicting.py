@@ -51,24 +51,6 @@ def test_sink_window_policy_with_a_buffer_of_one_is_the_ring(family: str) -> Non
     assert (got - want).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["rkv", "h2o", "random", "rpc schedule"])
-def test_a_reset_cache_is_as_new_and_every_run_is_the_same(
-    model: PreTrainedModel, name: str
-) -> None:
-    calls = [17] + [1] * 15
-    cache, fresh = (
-        HeadReallocationCache(MIXED, eviction=INSTANCES[name], record=True) for _ in range(2)
-    )
-    cached_logits(model, draw_ids(2, 34, seed=2), cache, [25] + [1] * 9)
-    cache.reset()
-    assert cache.kept == []
-    again = cached_logits(model, draw_ids(2, 32), cache, calls)
-    assert torch.equal(again, cached_logits(model, draw_ids(2, 32), fresh, calls))
-    for a, b in zip(cache.kept, fresh.kept, strict=True):
-        assert torch.equal(a.positions, b.positions)
-        assert torch.equal(a.scores, b.scores)
-
-
 @pytest.mark.parametrize("name", ["rkv", "tova"])
 def test_recorded_scores_are_those_of_the_policy(model: PreTrainedModel, name: str) -> None:
     policy = INSTANCES[name]

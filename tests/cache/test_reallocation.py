@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.helpers.equalities import tensors
 from tests.helpers.families import make_family
 from tests.helpers.mixed_reference import reference_logits
 from tests.helpers.models import make_tiny_model
+from tests.helpers.naive_eviction import INSTANCES
 from tests.helpers.transposed import in_both_layouts
 
 SINK, WINDOW = 3, 5
@@ -39,8 +41,7 @@ ALL_FULL = torch.ones(LAYERS, HEADS, dtype=torch.bool)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    own = {"attn_implementation": IMPLEMENTATION, "max_position_embeddings": 8192}
-    return make_tiny_model("llama", **own)
+    return make_tiny_model("llama", attn_implementation=IMPLEMENTATION)
 
 
 @pytest.mark.parametrize(("sink", "window"), [(0, 1), (0, 40), (1, 2), (40, 1), (40, 40)])
@@ -127,17 +128,25 @@ def test_all_heads_full_generates_the_stock_tokens(tiny_model: PreTrainedModel, 
     assert whole.full_nbytes() == ENTRY * 3 * beams * LAYERS * HEADS * 34
 
 
-@pytest.mark.parametrize("protect_prompt", [False, True])
-def test_reset_forgets_everything(model: PreTrainedModel, protect_prompt: bool) -> None:
+RESET = [{"protect_prompt": protect_prompt} for protect_prompt in (False, True)]
+RESET += [{"eviction": INSTANCES[name]} for name in ("rkv", "h2o", "random", "rpc schedule")]
+
+
+@pytest.mark.parametrize("options", RESET)
+def test_a_reset_cache_is_as_new(model: PreTrainedModel, options: dict[str, Any]) -> None:
     cache, fresh = (
-        HeadReallocationCache(MIXED, SINK, WINDOW, protect_prompt=protect_prompt) for _ in range(2)
+        HeadReallocationCache(MIXED, SINK, WINDOW, record=True, **options) for _ in range(2)
     )
-    cached_logits(model, draw_ids(2, 20, seed=5), cache, [16, 1, 1, 1, 1])
+    cached_logits(model, draw_ids(2, 34, seed=2), cache, [25] + [1] * 9)
     cache.reset()
-    calls = [9] + [1] * 12
-    again = cached_logits(model, draw_ids(2, 21), cache, calls)
-    assert torch.equal(again, cached_logits(model, draw_ids(2, 21), fresh, calls))
+    assert cache.kept == []
+    calls = [17] + [1] * 15
+    again = cached_logits(model, draw_ids(2, 32), cache, calls)
+    assert torch.equal(again, cached_logits(model, draw_ids(2, 32), fresh, calls))
     assert cache.used_nbytes() == fresh.used_nbytes()
+    for a, b in zip(cache.kept, fresh.kept, strict=True):
+        assert torch.equal(a.positions, b.positions)
+        assert torch.equal(a.scores, b.scores)
 
 
 def test_fill_keeps_the_whole_prompt_if_it_is_protected() -> None:
@@ -159,26 +168,15 @@ def storage_bytes(cache: HeadReallocationCache) -> int:
     return sum(storages.values())
 
 
-def test_4096_tokens_at_sparsity_half_are_the_formula_to_the_byte(model: PreTrainedModel) -> None:
-    full = torch.zeros(LAYERS * HEADS, dtype=torch.bool)
-    full[torch.randperm(12, generator=torch.Generator().manual_seed(0))[:6]] = True
-    cache = HeadReallocationCache(full.view(LAYERS, HEADS), sink=16, window=64)
-    cache.state.limit = 4096
-    cached_logits(model, draw_ids(1, 4096), cache, [4090] + [1] * 6)
-    expected = ENTRY * (6 * 4096 + 6 * 80)
-    assert cache.nbytes() == cache.used_nbytes() == storage_bytes(cache) == expected
-    assert cache.full_nbytes() == ENTRY * 12 * 4096
-
-
 def test_a_protected_prompt_counted_by_hand(model: PreTrainedModel) -> None:
     """6 full and 6 compressible heads; rows with 14, 11, 3 and 1 tokens of prompt."""
     cache = HeadReallocationCache(MIXED, SINK, WINDOW, protect_prompt=True)
     cache.state.limit = 30
     cached_logits(model, draw_ids(4, 30), cache, [14, *[1] * 16], real_tokens([0, 3, 11, 13], 30))
-    assert cache.nbytes() == ENTRY * 4 * (6 * 30 + 6 * (14 + WINDOW))
+    assert cache.nbytes() == storage_bytes(cache) == ENTRY * 4 * (6 * 30 + 6 * (14 + WINDOW))
     assert cache.used_nbytes() == ENTRY * (6 * 4 * 30 + 6 * (14 + 11 + 3 + 3 + 4 * WINDOW))
     cache.batch_select_indices(torch.tensor([3, 1]))
-    assert cache.nbytes() == ENTRY * 2 * (6 * 30 + 6 * (11 + WINDOW))
+    assert cache.nbytes() == storage_bytes(cache) == ENTRY * 2 * (6 * 30 + 6 * (11 + WINDOW))
 
 
 def test_bfloat16_is_cached_as_bfloat16() -> None:
