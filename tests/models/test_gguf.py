@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkv.models.gguf import find_gguf
 from rlkv.models.loading import load_model, load_tokenizer, model_source
+from tests.helpers.models import make_tiny_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -39,18 +39,10 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    return Qwen2ForCausalLM(config).bfloat16().float().eval()
+    made = make_tiny_model("qwen2", vocab_size=32, head_dim=8)
+    for parameter in made.parameters():  # not the frequencies of positions
+        parameter.data = parameter.bfloat16().float()
+    return made
 
 
 def write(model: Any, path: Path, template: str, without: str | None = None) -> Path:

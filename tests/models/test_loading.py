@@ -127,20 +127,16 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
         ModelShape.from_config(config)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
 def test_scaled_positions_reach_further(kind: str) -> None:
     scaled = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        scaled["original_max_position_embeddings"] = 128
     model = make_tiny_model("llama", max_position_embeddings=128, rope_parameters=scaled)
     assert max_positions(model.config) == 512
     none_full = HeadAllocation(torch.zeros(3, 4, dtype=torch.bool))
     with rlkv.compress(model, none_full, sink=4, window=200), torch.no_grad():
         assert model(torch.ones(1, 300, dtype=torch.int64)).logits.isfinite().all()
-
-
-def test_yarn_reaches_further() -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    config = make_tiny_model("llama", max_position_embeddings=512, rope_parameters=yarn).config
-    assert max_positions(config) == 2048
 
 
 # billions of parameters, layers, KV heads: the models' cards, and the paper
