@@ -88,7 +88,7 @@ def test_redundant_pair_is_seen_only_by_elimination() -> None:
 
     def either(allocation: HeadAllocation) -> tuple[float, float]:
         one_left = bool(allocation.full[0, 0] or allocation.full[1, 0])
-        return float(one_left), float((WORTH * allocation.full).sum())
+        return float(one_left), additive(allocation)
 
     for layer in (0, 1):
         assert either(PROGRAM.without_head(ALL.full, layer, 0))[0] == 1.0

@@ -78,15 +78,6 @@ def test_what_equals_nothing(verifier: Verifier) -> None:
     assert not is_correct(None, "7")
 
 
-def test_batches_keep_their_order(verifier: Verifier) -> None:
-    pairs = [
-        (rf"\boxed{{\frac{{{i}}}{{7}}}}", rf"\frac{{{2 * i if i % 3 else 2 * i + 1}}}{{14}}")
-        for i in range(60)
-    ]
-    assert verifier.are_correct(pairs) == [i % 3 != 0 for i in range(60)]
-    assert len(verifier._workers) == 2
-
-
 def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "math_verify", None)

@@ -153,6 +153,7 @@ def test_threads_do_not_mix_up_replies(verifier: Verifier) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert len(verifier._workers) == 2
 
 
 def _alive(pid: int) -> bool:
