@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -30,3 +31,17 @@ def printed(
         for line in done.stdout.splitlines()
         if line.startswith(label)
     ]
+
+
+def free_port() -> int:
+    """Return the number of a port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def variables_of_ranks(processes: int) -> list[dict[str, str]]:
+    """Return the variables of each process of a distributed run, as torchrun sets them."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(processes))]

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from rlkv.evaluation.tasks.registry import TASKS, load_task
 from rlkv.rollout.base import SamplingParams
 from rlkv.rollout.hf import HFEngine
 from tests.helpers import random_run
+from tests.helpers.child import variables_of_ranks
 from tests.helpers.models import build_tokenizer, make_tiny_model
 
 
@@ -55,14 +55,7 @@ class Job:
         """Fork the processes and return their ids."""
         if self.processes == 1:
             return [self._fork(folder, {})]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        shared |= {"WORLD_SIZE": str(self.processes), "LOCAL_WORLD_SIZE": str(self.processes)}
-        children = []
-        for rank in map(str, range(self.processes)):
-            children.append(self._fork(folder, {**shared, "RANK": rank, "LOCAL_RANK": rank}))
-        return children
+        return [self._fork(folder, variables) for variables in variables_of_ranks(self.processes)]
 
     def _fork(self, folder: Path, variables: dict[str, str]) -> int:
         child = os.fork()

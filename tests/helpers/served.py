@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkv import tiny
+from tests.helpers.child import free_port
 
 START_SECONDS = 240  # on a busy machine
 FIXED = """--host 127.0.0.1 --max-model-len 512 --dtype float32 --enforce-eager --block-size 32
@@ -35,9 +35,7 @@ class ServedModel:
 @contextmanager
 def served_model(folder: Path, settings: dict[str, Any], *options: str) -> Iterator[ServedModel]:
     """Served under the name ``tiny``, with its log in ``folder/server.log``; stopped at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     model, tokenizer = tiny.load()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

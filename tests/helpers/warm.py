@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import torch
+
+from tests.helpers.child import variables_of_ranks
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -76,15 +77,13 @@ def run_ranks(
     Args:
         streams: a folder for their output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONUNBUFFERED": "1", **variables}
     folders = [streams / rank for rank in "01"]
-    for folder in folders:
+    started = []
+    for folder, own in zip(folders, variables_of_ranks(2), strict=True):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "in").touch()
-    started = [start(command, None, f, **shared, RANK=f.name, LOCAL_RANK=f.name) for f in folders]
+        own |= {"PYTHONUNBUFFERED": "1", **variables}
+        started.append(start(command, None, folder, **own))
     for process in started:
         process.join(timeout)
     found = []
