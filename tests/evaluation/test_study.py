@@ -38,6 +38,7 @@ CACHE = CacheSettings(sink=4, window=16)
         ("--sparsities nan", "--sparsities nan"),
         ("--sizes 4+16 16", "--sizes '16'"),
         ("--sizes prompt+0", "--sizes 'prompt+0'"),
+        ("--sizes 4000+8", "sink is 4000 and window is 8, but the model has 1024 positions"),
         ("--compare-at 0", "--compare-at 0"),
         ("--savings 1.0", "--savings 1"),
         ("--head-share 2.5", "--head-share is 2.5"),
