@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Limits", "SandboxError", "Verdict", "isolation", "run_tests"]
+__all__ = ["Limits", "SandboxError", "Verdict", "check_tests", "isolation", "run_tests"]
 
 # all that the program may read outside its own folder: Python's library and the shared libraries
 # that it loads
@@ -176,6 +176,21 @@ def isolation() -> str:
     return find_isolation()[1]
 
 
+def check_tests(tests: Sequence[str], setup: str = "") -> None:
+    """Raise ``ValueError`` if there are no tests, or one is not Python or contains no assert."""
+    if not tests:
+        raise ValueError("a code task without tests: give at least one assert statement")
+    for number, test in enumerate((setup, *tests)):
+        try:
+            nodes = list(ast.walk(ast.parse(test)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"the test {test!r} is not Python: {error}") from error
+        if number and not any(isinstance(node, ast.Assert) for node in nodes):
+            raise ValueError(
+                f"the test {test!r} has no assert statement: it would pass with any program"
+            )
+
+
 def run_tests(
     program: str,
     tests: Sequence[str],
@@ -190,20 +205,10 @@ def run_tests(
     wrote as ``output``, and none of its other names.
 
     Raises:
-        ValueError: a test is not Python or contains no assert, or there are no tests.
+        ValueError: as :func:`check_tests`.
         SandboxError: the sandbox cannot run on this machine.
     """
-    if not tests:
-        raise ValueError("a code task without tests: give at least one assert statement")
-    for test in (setup, *tests):
-        try:
-            nodes = list(ast.walk(ast.parse(test)))
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the test {test!r} is not Python: {error}") from error
-        if test is not setup and not any(isinstance(node, ast.Assert) for node in nodes):
-            raise ValueError(
-                f"the test {test!r} has no assert statement: it would pass with any program"
-            )
+    check_tests(tests, setup)
     numbered = {f"test {number}": test for number, test in enumerate(tests, 1)}
     job = {"program": program, "tests": numbered, "setup": setup, "stdin": stdin}
     return _run(find_isolation()[0], job, limits or Limits())[1]

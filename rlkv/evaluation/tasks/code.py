@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from rlkv.data.problems import text_field
-from rlkv.evaluation.sandbox import Limits, run_tests
+from rlkv.evaluation.sandbox import Limits, check_tests, run_tests
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row, first_text
 from rlkv.verifier.extraction import after_thinking
 
@@ -100,10 +100,14 @@ def parse_mbpp(row: dict[str, Any], where: str) -> ParsedRow:
     if not _are_texts(imports):
         raise ValueError(f"{where}: test_imports must be a list of texts")
     lines = [*imports, first_text(row, ("test_setup_code",), where, default="")]
-    setup = [line for line in lines if line.strip()]
+    setup = "\n".join(line for line in lines if line.strip())
+    try:
+        check_tests(tests, setup)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     program = text_field(row, "code", where).replace("\r\n", "\n").replace("\r", "\n")
     texts = {"problem": problem.strip(), "tests": "\n".join(tests)}
-    meta = {"problem": problem, "tests": tests, "setup": "\n".join(setup)}
+    meta = {"problem": problem, "tests": tests, "setup": setup}
     return ParsedRow(texts, program, meta)
 
 

@@ -81,6 +81,8 @@ def test_setup_and_shared_names() -> None:
     [
         ([], "without tests"),
         (["assert f("], r"'assert f\(' is not Python"),
+        (["assert " + "-" * 100_000 + "1"], "is not Python"),
+        ([""], "'' has no assert"),
         (["assert f(3) == 4", "f(3)"], r"'f\(3\)' has no assert"),
     ],
 )

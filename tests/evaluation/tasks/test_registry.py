@@ -102,6 +102,7 @@ MBPP = {"prompt": "p", "code": "c", "test": ["assert f(3) == 4"]}
         ("math500", [{"problem": "p", "answer": ""}], "line 1.*problem"),
         ("mbpp", [{"prompt": "p", "code": "c", "test": []}], "line 1.*tests"),
         ("mbpp", [{"prompt": "p", "code": "c"}], "line 1.*tests"),
+        ("mbpp", [MBPP | {"test": ["f(3)"]}], "line 1: .*has no assert"),
         ("mbpp", [MBPP | {"test_imports": "import re"}], "line 1.*test_imports"),
         ("mbpp", [MBPP | {"test_imports": [5]}], "line 1.*test_imports"),
         ("mbpp", [MBPP | {"test_setup_code": [5]}], "line 1.*'test_setup_code' is a list"),
