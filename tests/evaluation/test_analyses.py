@@ -225,22 +225,24 @@ def test_parts_of_draws_and_the_order_of_measuring(inputs: Path, tmp_path: Path)
 def test_analyses_agree_with_each_other(study: Path) -> None:
     full = results(study)["full_cache"]["tiny"]
     methods = analysis(study, "sweep")["methods"]
-    rows = analysis(study, "comparison")["rows"]
-    assert rows
-    for row in rows:
+    for row in analysis(study, "comparison")["rows"]:
         means = (row["first"]["mean"], row["second"]["mean"])
         assert means == (methods["mine"][0]["mean"], methods[row["other"]][0]["mean"])
         assert row["difference"]["difference"] == pytest.approx(means[0] - means[1])
     variant = analysis(study, "ablations")["variant"][0]
     assert variant["first"]["mean"] == methods["other <b>"][0]["mean"]
-    modes = analysis(study, "modes")
-    assert modes["solved"] == round(full["accuracy"] * NUM_PROBLEMS)
-    assert modes["examples"]
-    for mode, example in modes["examples"].items():
-        assert modes["methods"]["mine"][0][mode]["mean"] > 0
-        assert example["text"] in (study / "report.md").read_text()
+    assert analysis(study, "modes")["solved"] == round(full["accuracy"] * NUM_PROBLEMS)
     costs = results(study)["costs"]["mine"]["steps"]
     assert [(of["unit"], of["mean"]) for of in costs] == [("CPU", 7.0)]
+
+
+def test_the_report_shows_a_text_that_failed(inputs: Path, study: Path, tmp_path: Path) -> None:
+    shutil.copytree(study / "rows", tmp_path / "rows")
+    run(inputs, tmp_path, "--analyses", "modes", "--gates", f"other={inputs}/c/gates.pt")
+    modes = analysis(tmp_path, "modes")
+    assert modes["methods"]["other <b>"][0]["incorrect"]["mean"] > 0
+    assert modes["examples"].keys() == {"incorrect"}
+    assert modes["examples"]["incorrect"]["text"] in (tmp_path / "report.md").read_text()
 
 
 def test_the_report_is_whole(study: Path) -> None:
