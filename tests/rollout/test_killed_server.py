@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 
 from rlkv.utils.files import read_log
 from tests.helpers import random_run
+from tests.helpers.child import free_port
 from tests.helpers.paths import ROOT
 
 # 48 rows of up to 60 tokens, 4 at a time: a rollout takes long enough to be hit
@@ -39,9 +39,7 @@ class Server:
     """
 
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.command = [sys.executable, str(ROOT / "rollout" / "serve_vllm.py"), *SERVER.split()]
         self.command += ["--model", str(model), "--port", str(port), "--engine", "hf"]
