@@ -114,6 +114,7 @@ class ServingConfig(LlamaSizes):
 
     def check(self) -> None:
         super().check()
+        self.check_rotation()
         check_least(self, 0, "sink")
         check_least(self, 1, "window", "requests", "rounds", "prompt_tokens", "output_tokens")
         check_least(self, 1, "block_size", "rows", "step_tokens", "turn_steps")

@@ -65,6 +65,9 @@ class LlamaSizes:
             raise ValueError(
                 f"--query-heads {self.query_heads} must be a multiple of --kv-heads {self.kv_heads}"
             )
+
+    def check_rotation(self) -> None:
+        """Raise ``ValueError`` if a model's heads could not be rotated by halves."""
         if self.head_dim % 2:
             raise ValueError(f"--head-dim must be even, got {self.head_dim}: halves are rotated")
 
@@ -151,6 +154,8 @@ class DecodeConfig(LlamaSizes):
 
     def check(self) -> None:
         super().check()
+        if not self.layer:
+            self.check_rotation()
         if self.layer + self.eviction + self.texts > 1:
             raise ValueError("--layer, --eviction and --texts are measured one at a time: give one")
         check_least(self, 1, "batches", "contexts", "rounds")

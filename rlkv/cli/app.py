@@ -331,7 +331,12 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
         name = _field(option)
         hint = hints.get(name)
         is_switch = hint in (bool, bool | None)
-        if hint is None or (option.startswith("--no-") and not is_switch):
+        if hint is not None and option.startswith("--no-") and not is_switch:
+            raise ValueError(
+                f"{option}: --{name.replace('_', '-')} takes a value: give one (in YAML 'no' and "
+                "'off' need quotes)"
+            )
+        if hint is None:
             near = difflib.get_close_matches(name, hints, n=1)
             advice = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
             raise ValueError(f"unknown option {option}: {advice}")

@@ -496,7 +496,7 @@ def load_study(config: StudyConfig) -> Study:
     used = policies.values() if "budget" in config.chosen_analyses else ()
     for policy in (None, *used):
         TransformersDecoder(model, tokenizer, some, cache.with_policy(policy), config.batch_size)
-    for sizes in config.parsed_sizes:
+    for sizes in config.parsed_sizes if "sweep" in config.chosen_analyses else ():
         replace(cache, **sizes._asdict()).check_positions(max_positions(model.config))
     truth = None if config.oracle is None else read_truth(config.oracle, shape, heads)
     problems = {}

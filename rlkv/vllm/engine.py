@@ -296,15 +296,18 @@ def _generation_config(model: str) -> Any:
 
 def _length_options(model: str, asked: int | None) -> dict[str, Any]:
     config = load_config(model)
-    if asked is None:
-        return {}
-    length = min(asked, max_positions(config))
-    options: dict[str, Any] = {"max_model_len": length}
-    rotation = getattr(config, "rope_parameters", None) or {}
-    # vLLM takes the config's own number for what YaRN has scaled already
-    if rotation.get("rope_type") == "yarn" and length > config.max_position_embeddings:
-        options["hf_overrides"] = {"max_position_embeddings": length}
-    return options
+    own = config.get_text_config()
+    rotation = getattr(own, "rope_parameters", None) or {}
+    kind = rotation.get("rope_type")
+    limit = max_positions(config)
+    if kind == "dynamic" or (kind == "yarn" and own is not config):
+        # vLLM's table of "dynamic" ends there
+        limit = own.max_position_embeddings
+    length = limit if asked is None else min(asked, limit)
+    if kind == "yarn" and length > own.max_position_embeddings:
+        # vLLM takes the config's own number for what YaRN has scaled already
+        return {"max_model_len": length, "hf_overrides": {"max_position_embeddings": length}}
+    return {} if asked is None else {"max_model_len": length}
 
 
 def _empty_model(worker: Any) -> None:

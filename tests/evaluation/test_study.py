@@ -66,6 +66,11 @@ def test_bad_input_is_one_sentence(inputs: Path, tmp_path: Path, more: str, mess
     assert not (tmp_path / "out").exists()
 
 
+def test_masks_of_drafts_may_be_wider_than_a_text(inputs: Path, tmp_path: Path) -> None:
+    wide = config_of(inputs, tmp_path / "out", "--sizes", "4000+8", "--analyses", "acceptance")
+    assert load_study(wide).config.sizes == ("4000+8",)
+
+
 def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -> None:
     found = HeadGates.load(inputs / "a" / "gates.pt")
     replace(found, deploy_window=32).save(tmp_path / "wide.pt")

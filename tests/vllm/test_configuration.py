@@ -195,10 +195,12 @@ def test_each_refusal_names_its_cause(feature: str, changes: dict[str, Any], mes
         check(feature, changes)
 
 
-def test_what_is_taken() -> None:
-    for feature, rows in TAKEN.items():
-        for changes in rows:
-            check(feature, changes)
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [(feature, changes) for feature, rows in TAKEN.items() for changes in rows],
+)
+def test_what_is_taken(feature: str, changes: dict[str, Any]) -> None:
+    check(feature, changes)
 
 
 @pytest.mark.parametrize("feature", [REALLOCATION, ROLLOUT])

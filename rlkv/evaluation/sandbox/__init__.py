@@ -184,7 +184,8 @@ def check_tests(tests: Sequence[str], setup: str = "") -> None:
         try:
             nodes = list(ast.walk(ast.parse(test)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"the test {test!r} is not Python: {error}") from error
+            what = "test" if number else "setup of the tests"
+            raise ValueError(f"the {what} {test!r} is not Python: {error}") from error
         if number and not any(isinstance(node, ast.Assert) for node in nodes):
             raise ValueError(
                 f"the test {test!r} has no assert statement: it would pass with any program"

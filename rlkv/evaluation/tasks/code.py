@@ -92,7 +92,7 @@ def parse_mbpp(row: dict[str, Any], where: str) -> ParsedRow:
     """
     problem = first_text(row, ("prompt", "text"), where)
     tests = row.get("test", row.get("test_list"))
-    if not tests or not _are_texts(tests):
+    if not _are_texts(tests) or not tests:
         raise ValueError(
             f"{where}: the tests (test or test_list) must be a list of texts, at least one"
         )
