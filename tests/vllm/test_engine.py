@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ pytest.importorskip("vllm")
 from rlkv.vllm.engine import (
     VLLMEngine,
     _generation_config,
-    _length_options,
     _mixed_options,
     row_seed,
 )
@@ -264,46 +262,6 @@ def test_no_engine_without_mixed_attention(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     with pytest.raises(ValueError, match="keeps the rlkv plugin out"):
         _mixed_options(str(tmp_path), SIZES)
-
-
-def make_scaled_folder(kind: str, folder: Path) -> Path:
-    """A model of 128 positions, which rotary scaling of this kind takes to 512."""
-    scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = 128
-    return make_folder("llama", folder, max_position_embeddings=128, rope_parameters=scaling)
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked", "options"),
-    [
-        ("yarn", 100, {"max_model_len": 100}),
-        (
-            "yarn",
-            None,
-            {"max_model_len": 512, "hf_overrides": {"max_position_embeddings": 512}},
-        ),
-        ("linear", 600, {"max_model_len": 512}),
-        ("linear", None, {}),
-        ("dynamic", 600, {"max_model_len": 128}),  # the engine has no table for more
-    ],
-)
-def test_lengths_that_an_engine_is_asked_for(
-    kind: str, asked: int | None, options: dict[str, Any], tmp_path: Path
-) -> None:
-    assert _length_options(str(make_scaled_folder(kind, tmp_path)), asked) == options
-
-
-@pytest.mark.parametrize("kind", ["yarn", "linear"])
-def test_positions_that_rotary_scaling_adds(kind: str, tmp_path: Path, engines: Engines) -> None:
-    """The config of a YaRN model may name the length that it was trained with."""
-    engines.close()
-    folder = make_scaled_folder(kind, tmp_path)
-    rows = Rows([list(range(3, 103)) * 2], [0], 0)
-    with closing(VLLMEngine(str(folder), max_positions=600, **OPTIONS)) as engine:
-        assert engine.max_positions == 512
-        samples = dict(engine.sample(rows, SAMPLED))
-    assert worst_difference(load_reference(folder, gated=False), rows, samples) < TOLERANCE
 
 
 def test_end_tokens_of_a_folder_without_a_generation_config(tmp_path: Path) -> None:
