@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlkv.benchmarks.turns import LlamaSizes, write_result
+from rlkv.benchmarks.turns import LlamaSizes, check_sparsities, write_result
 from rlkv.evaluation.report import FULL_CACHE, Page, Panel, Point
 from rlkv.eviction import EvictionPolicy, make_policy
 from rlkv.gates.allocation import HeadAllocation
@@ -137,12 +137,8 @@ class ServingConfig(LlamaSizes):
         if len(set(self.ways)) != len(self.ways):
             raise ValueError(f"--ways {' '.join(self.ways)}: give each once")
         is_share = [0 < sparsity <= 1 for sparsity in self.sparsities]
-        if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
-            shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
-            raise ValueError(
-                f"--sparsities {shown}: give each once, above 0 and up to 1 (the full cache always "
-                "runs)"
-            )
+        wanted = "above 0 and up to 1 (the full cache always runs)"
+        check_sparsities(self.sparsities, is_share, wanted)
         self.policy(self.eviction)  # for its errors
 
     @property

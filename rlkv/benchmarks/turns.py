@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,13 @@ UNREAD: dict[str, tuple[str, ...]] = {
     "eviction": (*_OF_TEXTS, "sparsities", "seconds"),
     "texts": ("contexts", "sparsities", "seconds", "max_steps"),
 }
+
+
+def check_sparsities(sparsities: Sequence[float], is_share: list[bool], wanted: str) -> None:
+    """Raise ``ValueError`` if not all ``is_share``, or one is given twice."""
+    if not all(is_share) or len(set(sparsities)) != len(sparsities):
+        shown = " ".join(f"{sparsity:g}" for sparsity in sparsities)
+        raise ValueError(f"--sparsities {shown}: give each once, {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +175,7 @@ class DecodeConfig(LlamaSizes):
         if 0.0 not in self.sparsities:
             raise ValueError("--sparsities must include 0: the others are compared with it")
         is_share = [0 <= sparsity <= 1 for sparsity in self.sparsities]
-        if not all(is_share) or len(set(self.sparsities)) != len(self.sparsities):
-            shown = " ".join(f"{sparsity:g}" for sparsity in self.sparsities)
-            raise ValueError(f"--sparsities {shown}: give each once, from 0 to 1")
+        check_sparsities(self.sparsities, is_share, "from 0 to 1")
         if not self.methods:
             raise ValueError("--methods is empty: give at least one")
         parse_methods(self.methods, [])

@@ -301,7 +301,7 @@ def _length_options(model: str, asked: int | None) -> dict[str, Any]:
     kind = rotation.get("rope_type")
     limit = max_positions(config)
     if kind == "dynamic" or (kind == "yarn" and own is not config):
-        # vLLM's table of "dynamic" ends there
+        # vLLM's table of "dynamic" ends there, and the override below is not for nested configs
         limit = own.max_position_embeddings
     length = limit if asked is None else min(asked, limit)
     if kind == "yarn" and length > own.max_position_embeddings:
