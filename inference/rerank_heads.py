@@ -72,11 +72,8 @@ def main() -> None:
     from rlkv.training.solutions import draw_traces, read_traces
 
     found = HeadGates.load(config.gates)
-    if config.model:
-        name = config.model
-    elif found.model is not None:
-        name = found.model.model_id
-    else:
+    name = config.model or found.model_id
+    if not name:
         raise ValueError(f"{config.gates} names no model: pass --model")
     model, tokenizer = replace(config, model=name).load()
     found.check_model(model.config)

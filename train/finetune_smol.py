@@ -32,7 +32,8 @@ from rlkv.models.loading import load_model, resolve_device
 from rlkv.models.prompts import build_messages, render_prompt
 from rlkv.rollout.base import SamplingParams
 from rlkv.smol import MAX_DISTRACTORS, MAX_NEW_TOKENS, MAX_STEPS, draw_problem, problems
-from rlkv.training.run_folder import LOG, RUN_CONFIG
+from rlkv.training.logs import LOG
+from rlkv.training.run_folder import RUN_CONFIG
 from rlkv.utils.files import read_json, write_json, write_jsonl
 from rlkv.utils.progress import ProgressBar, progress_bar
 from rlkv.utils.runtime import provenance, require

@@ -219,8 +219,8 @@ class HeadGateModel(BaseTuner):
         asked = (peft_config.num_layers or own[0], peft_config.num_kv_heads or own[1])
         if asked != own:
             raise ValueError(
-                f"these gates are for {asked[0]} layers x {asked[1]} KV heads, but the model "
-                f"{shape.model_id} has {own[0]} x {own[1]}: use the gates that were trained for "
+                f"these gates are for {asked[0]} layers x {asked[1]} KV heads, but "
+                f"{shape.title} has {own[0]} x {own[1]}: use the gates that were trained for "
                 "this model"
             )
         peft_config.num_layers = shape.num_layers

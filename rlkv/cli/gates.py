@@ -228,7 +228,7 @@ class Diff:
                 f"cannot compare {self.a} ({sizes[0]}) with {self.b} ({sizes[1]}): they "
                 "belong to different models"
             )
-        names = [gates.model.model_id if gates.model else "" for gates in (first, second)]
+        names = [gates.model_id for gates in (first, second)]
         if all(names) and not same_model(*names):
             print(f"of two models: {names[0]}, {names[1]}")
         change = second.alpha - first.alpha
@@ -272,7 +272,7 @@ def _heads_of(gates: HeadGates) -> str:
 def _print_summary(gates: HeadGates) -> None:
     alpha = gates.alpha[gates.gated]
     model = gates.model
-    print(f"model     {model.model_id if model else 'not named in the file'}")
+    print(f"model     {gates.model_id or 'not named in the file'}")
     heads = _heads_of(gates)
     if model and model.num_query_heads:
         heads += f", {model.num_query_heads} query heads of {model.head_dim}, {model.model_type}"

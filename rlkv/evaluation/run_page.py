@@ -21,7 +21,8 @@ from rlkv.evaluation.report import (
 from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
 from rlkv.gates.publish import plot_gates
-from rlkv.training.run_folder import RunLogs, alerts
+from rlkv.training.logs import alerts
+from rlkv.training.run_folder import RunLogs
 from rlkv.utils.files import write_text
 from rlkv.utils.progress import duration
 

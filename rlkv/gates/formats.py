@@ -418,9 +418,10 @@ def _write_peft(folder: Path, payload: dict[str, Any]) -> None:
     # JSON keeps float32 exactly
     header = {**_to_header(payload), "rank": payload["mean_alpha"].tolist()}
     _write_safetensors(folder / ADAPTER_WEIGHTS, tensors, header)
+    model = payload["model"]
     config = {
         "peft_type": PEFT_TYPE,
-        "base_model_name_or_path": payload["model"].model_id if payload["model"] else None,
+        "base_model_name_or_path": (model and model.model_id) or None,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "sink": payload["sink"],

@@ -115,7 +115,7 @@ class HeadGates:
         if model is not None and (model.num_layers, model.num_kv_heads) != self.alpha.shape:
             raise ValueError(
                 f"{self.source}: alpha is {self.num_layers} layers x {self.num_kv_heads} KV heads, "
-                f"expected {model.num_layers} x {model.num_kv_heads} of {model.model_id}"
+                f"expected {model.num_layers} x {model.num_kv_heads} of {model.title}"
             )
         if not isinstance(self.training, dict):
             raise ValueError(
@@ -175,11 +175,14 @@ class HeadGates:
         return self.alpha.shape[1]
 
     @property
+    def model_id(self) -> str:
+        """The model's name, empty if the gates state none."""
+        return self.model.model_id if self.model else ""
+
+    @property
     def name(self) -> str:
-        """The model's id, or else the last two parts of where the gates were read from."""
-        if self.model and self.model.model_id:
-            return self.model.model_id
-        return "/".join(Path(self.source).parts[-2:])
+        """The model's name, or else the last two parts of where the gates were read from."""
+        return self.model_id or "/".join(Path(self.source).parts[-2:])
 
     def serving(self, **given: Any) -> dict[str, Any]:
         """Return ``sink``, ``window`` and ``protect_prompt`` for serving.
@@ -236,16 +239,16 @@ class HeadGates:
                 differing.append(name.removeprefix("num_").replace("_", " ").replace("kv", "KV"))
         if differing:
             raise ValueError(
-                f"{self.source}: these gates are for {_shape(stated)}, but the model "
-                f"{found.model_id} is {_shape(found)} (other {', '.join(differing)}): use the "
+                f"{self.source}: these gates are for {_shape(stated)}, but "
+                f"{found.title} is {_shape(found)} (other {', '.join(differing)}): use the "
                 "gates that were trained for this model"
             )
         own = self.heads or (self.num_kv_heads,) * self.num_layers
         expected = Layout.from_config(config).heads
         if own != expected:
             raise ValueError(
-                f"{self.source}: these gates are for layers {describe_heads(own)}, but the model "
-                f"{found.model_id} ({found.model_type}) has full attention in "
+                f"{self.source}: these gates are for layers {describe_heads(own)}, but "
+                f"{found.title} ({found.model_type}) has full attention in "
                 f"{describe_heads(expected)}: use the gates that were trained for this model"
             )
 

@@ -141,7 +141,7 @@ def model_card(gates: HeadGates, repo: str, evaluation: Path | None = None) -> s
     """Fill in the card of ``gates`` in ``repo`` (``owner/name``); arguments as in push_gates."""
     training = dict(gates.training)
     held_out = training.pop(HELD_OUT, {})
-    model = gates.model.model_id if gates.model else ""
+    model = gates.model_id
     environment = Environment(
         loader=PackageLoader("rlkv.gates", ""),
         undefined=StrictUndefined,
@@ -167,7 +167,7 @@ def check_evaluation(path: Path, gates: HeadGates) -> None:
     _evaluated(path)
     config = read_json(path).get("config")
     measured = config.get("model") if isinstance(config, dict) else None
-    named = gates.model.model_id if gates.model else ""
+    named = gates.model_id
     if not isinstance(measured, str) or not named or same_model(named, measured):
         return
     # a folder may be elsewhere by now: its name decides

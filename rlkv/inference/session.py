@@ -275,8 +275,8 @@ class InferSession:
         if allocation is not None:
             cache.check_heads(allocation.num_full)
         model = config.model
-        if model is None and gates is not None and gates.model is not None:
-            model = gates.model.model_id
+        if model is None and gates is not None:
+            model = gates.model_id or None
         if model is None:
             raise ValueError(f"{config.gates} does not name its model: pass --model")
         trained_with = None if gates is None else gates.training.get("template")

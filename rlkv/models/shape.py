@@ -96,7 +96,10 @@ def max_positions(config: Any) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Facts that a gates file states about the model that it was trained for."""
+    """Facts that a gates file states about the model that it was trained for.
+
+    ``model_id`` is empty if it has no name.
+    """
 
     model_id: str
     model_type: str
@@ -114,6 +117,11 @@ class ModelShape:
         for name in ("num_layers", "num_kv_heads", "num_query_heads", "head_dim"):
             check_whole(name, getattr(self, name), 0)
 
+    @property
+    def title(self) -> str:
+        """What sentences call the model."""
+        return f"the model {self.model_id}".strip()
+
     @classmethod
     def from_config(cls, config: Any, model_id: str | None = None) -> ModelShape:
         """Read the shape off a config; ``model_id`` defaults to the name it was loaded from.
@@ -123,7 +131,7 @@ class ModelShape:
         layout = Layout.from_config(config)
         layers = [layer for layer in layout.layers if layer.has_gates] or layout.layers
         return cls(
-            model_id=model_id or getattr(config, "_name_or_path", "") or "unknown",
+            model_id=model_id or getattr(config, "_name_or_path", None) or "",
             model_type=layout.model_type,
             num_layers=len(layout.layers),
             num_kv_heads=max(layer.kv_heads for layer in layers),

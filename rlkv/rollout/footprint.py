@@ -157,7 +157,7 @@ class Footprint:
         room = self.kv_room(free)
         if lacking := self.lacking(room, positions):
             raise ValueError(
-                f"the GPU is too small for {self.shape.model_id} in vLLM by about {lacking:.1f} "
+                f"the GPU is too small for {self.shape.title} in vLLM by about {lacking:.1f} "
                 f"GiB ({free / GIB:.1f} GiB are free): free it, decode shorter texts or take "
                 "--engine hf"
             )

@@ -32,7 +32,8 @@ from rlkv.data.recall import MarkedText
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import gated_places
 from rlkv.training.config import GateTrainingArguments, RLKVSettings
-from rlkv.training.run_folder import FinderLog, RunFolder
+from rlkv.training.logs import FinderLog
+from rlkv.training.run_folder import RunFolder
 from rlkv.training.solutions import (
     READ_BY_ALL,
     by_length,

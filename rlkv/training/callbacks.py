@@ -21,7 +21,7 @@ from rlkv.attention.head_gate import gate_parameters, gates_matrix
 from rlkv.gates.allocation import HeadAllocation, is_decided
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.loading import return_freed_memory
-from rlkv.training.run_folder import HELD_OUT
+from rlkv.training.logs import HELD_OUT
 from rlkv.training.sharding import any_process
 from rlkv.utils.progress import duration
 

@@ -67,7 +67,7 @@ def check_choices(settings: Any) -> None:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
-# options that have no effect unless another option, named first, has one of these values
+# options that have no effect unless another one, named first, has one of these values, or is set
 _READ_WITH = {
     ("finder", "rlkv"): ("init_gates", "plan", "held_out"),
     ("finder", "elimination"): (
@@ -81,6 +81,9 @@ _READ_WITH = {
     ("rollout", "vllm", "auto"): ("rollout_kv_gib", "rollout_eager"),
     ("data", "recall"): ("haystack", "passkeys", "passkey_words", "min_length"),
     ("data", "traces"): ("template", "curriculum", "allow_foreign_curriculum"),
+    ("adaptive",): ("tau",),
+    ("held_out",): ("held_out_steps",),
+    ("wandb", "online", "offline"): ("wandb_project",),
 }
 
 
@@ -92,12 +95,16 @@ def unread_options(settings: Any) -> dict[str, str]:
     """Return options that were set and have no effect, with what they would have one with."""
     found = {}
     for (switch, *values), names in _READ_WITH.items():
-        chosen = getattr(settings, switch, None)  # programs differ in what they have
-        if chosen is None or chosen in values:
+        if not hasattr(settings, switch):  # programs differ in what they have
             continue
+        chosen = getattr(settings, switch)
+        has_effect = chosen in values if values else bool(chosen)
+        if has_effect:
+            continue
+        needed = " ".join([f"--{switch.replace('_', '-')}", " or ".join(values)]).strip()
         for name in names:
             if getattr(settings, name) != getattr(type(settings), name):
-                found[name] = f"--{switch} {' or '.join(values)}"
+                found[name] = needed
     return found
 
 

@@ -52,14 +52,8 @@ from rlkv.models.loading import dtype_name, load_model, load_tokenizer, resolve_
 from rlkv.models.shape import max_positions
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
-from rlkv.training.run_folder import (
-    LOG,
-    RunFolder,
-    RunLog,
-    load_tensors,
-    new_checkpoint,
-    save_tensors,
-)
+from rlkv.training.logs import LOG, RunLog
+from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
     by_length,

@@ -36,7 +36,8 @@ from rlkv.training.config import (
     option_names,
 )
 from rlkv.training.distillation import distill_traces
-from rlkv.training.run_folder import LOG, FinderLog, RunFolder
+from rlkv.training.logs import LOG, FinderLog
+from rlkv.training.run_folder import RunFolder
 from rlkv.training.solutions import (
     KEPT,
     KEY,

@@ -35,8 +35,9 @@ from rlkv.training.config import (
     print_unread,
     unread_options,
 )
+from rlkv.training.logs import RunLog
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder, RunLog
+from rlkv.training.run_folder import RunFolder
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require

@@ -47,14 +47,9 @@ from rlkv.training.callbacks import (
     StopWhenStable,
 )
 from rlkv.training.config import DEFAULT_ROWS, GateTrainingArguments, RLKVSettings
+from rlkv.training.logs import cut_logs
 from rlkv.training.objective import RECIPES, completion_logprobs
-from rlkv.training.run_folder import (
-    PARTIAL,
-    cut_logs,
-    load_tensors,
-    new_checkpoint,
-    save_tensors,
-)
+from rlkv.training.run_folder import PARTIAL, load_tensors, new_checkpoint, save_tensors
 from rlkv.training.sharding import (
     RowSampler,
     Shares,

@@ -157,7 +157,8 @@ class ServingSettings:
             ("keep_prompt_window", (None, False, True)),
         ):
             value = getattr(self, name)
-            if value not in choices:
+            # 0 and 1 are equal to False and True
+            if value not in choices or type(value) not in map(type, choices):
                 allowed = " or ".join(str(choice) for choice in choices)
                 raise ValueError(f"rlkv: {name} is {value!r}: it must be {allowed}")
         if self.keeps and self.aligned_windows is False:

@@ -223,6 +223,7 @@ EVICTING = "--model tiny --prompt x --eviction rkv --budget 64"
         ("--gates GATES --input y", "belong together"),
         ("--gates GATES --compare-full", "--compare-full needs"),
         ("--gates GATES --sparsity 2", "sparsity 2"),
+        ("--gates UNNAMED --prompt x", "unnamed.pt does not name its model: pass --model"),
         ("--gates GATES --window 0", "window is 0"),
         ("--gates GATES --eviction rkv --budget 64 --protect-prompt", "do not apply"),
         (
@@ -259,9 +260,13 @@ def test_user_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture,
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"problem": "a=7 . find a ?"}\n' * 2)
+    unnamed = tmp_path / "unnamed.pt"
+    gates = HeadGates.load(gates_file)
+    assert gates.model
+    replace(gates, model=replace(gates.model, model_id="")).save(unnamed)
     before = sorted(tmp_path.iterdir())
     paths = {"OUT": str(tmp_path / "out.jsonl"), "IN": str(tmp_path / "in.jsonl")}
-    paths["GATES"] = str(gates_file)
+    paths |= {"GATES": str(gates_file), "UNNAMED": str(unnamed)}
     words = [paths.get(word, word) for word in arguments.split()]
     assert exit_code(main, "rlkv-infer", *words) == 2
     err = capsys.readouterr().err

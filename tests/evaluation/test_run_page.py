@@ -14,7 +14,8 @@ from rlkv.evaluation.report import Panel
 from rlkv.evaluation.run_page import MOST_COMPARED, training_page, write_training_page
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.training.run_folder import EXPORTED, LOG, RUN_CONFIG, SUMMARY, RunLogs, append_record
+from rlkv.training.logs import LOG, append_record
+from rlkv.training.run_folder import EXPORTED, RUN_CONFIG, SUMMARY, RunLogs
 from rlkv.utils.files import write_json
 from tests.helpers.run_logs import alpha_after, write_sample, write_steps
 

@@ -101,6 +101,13 @@ def test_check_model_accepts_the_model_and_refuses_others() -> None:
         HeadGates(torch.rand(4, 2)).check_model(config)
 
 
+def test_a_model_without_a_name_is_named_by_none() -> None:
+    unnamed = ModelShape.from_config(make_tiny_model("qwen3").config)
+    assert unnamed.model_id == HeadGates(torch.rand(3, 4), model=unnamed).model_id == ""
+    with pytest.raises(ValueError, match="KV heads, but the model is qwen3 with"):
+        HeadGates(torch.rand(4, 2)).check_model(make_tiny_model("qwen3").config)
+
+
 def test_text() -> None:
     assert repr(make_gates()).startswith("<HeadGates owner/model: 4 layers x 6 KV heads, mean 0.")
     assert HeadGates(torch.rand(2, 2), source="/a/b/runs/gates.tsv").name == "runs/gates.tsv"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlkv.training.run_folder import GATES_LOG, LOG, RUN_CONFIG, SAMPLES_LOG, append_record
+from rlkv.training.logs import GATES_LOG, LOG, SAMPLES_LOG, append_record
+from rlkv.training.run_folder import RUN_CONFIG
 from rlkv.utils.files import write_json
 
 LAYERS, HEADS = 3, 4

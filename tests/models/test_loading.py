@@ -118,7 +118,7 @@ def test_shape_of_configs_that_leave_fields_out() -> None:
     text = PreTrainedConfig(num_attention_heads=8, hidden_size=64, num_hidden_layers=2)
     text.model_type = "gpt"
     config = SimpleNamespace(get_text_config=lambda decoder: text, _name_or_path="")
-    expected = ModelShape("unknown", "gpt", 2, 8, 8, 8)  # no GQA, no head_dim
+    expected = ModelShape("", "gpt", 2, 8, 8, 8)  # no GQA, no head_dim
     assert ModelShape.from_config(config) == expected
     text.num_key_value_heads = text.head_dim = None
     assert ModelShape.from_config(config) == expected

@@ -83,6 +83,7 @@ def test_half_a_request_is_an_error(
         ({"mode": "keep", "keep_prompt_window": True}, "mode 'keep' keeps every block"),
         ({"mode": "keep", "eviction": RKV}, "do not apply with eviction"),
         ({"aligned_windows": 1.5}, "aligned_windows is 1.5"),
+        ({"mode": "keep", "aligned_windows": 0}, "aligned_windows is 0: it must be"),
         ({"aligned_windows": True, "eviction": RKV}, "do not apply with eviction"),
         ({"keep_prompt_window": 1.5}, "keep_prompt_window is 1.5: it must be"),
     ],
