@@ -414,14 +414,26 @@ def _words(words: list[str]) -> Reading:
 # --- what must be equal
 
 Pairs = list[tuple[str, str]]
+_MODULUS = re.compile(r"\\(?:[pb]?mod(?![A-Za-z])|text\{mod(?:ulo)?\}) *(\{[^{}]*\}|\d+)[ )]*$")
 # what is not a product: throws of a coin, Roman numbers, quotients with remainders
 _CODE = re.compile(r"[HT]{3}|IV|VI|IX|XI|XL|LX|XC|CX|\d+ ?R ?\d+")
 
 
+def _congruence(text: str) -> tuple[str, str]:
+    r"""Return ``x = 7`` and ``12`` of ``x \equiv 7 \pmod{12}``; other texts as they are."""
+    match = _MODULUS.search(text)
+    residue = text[: match.start()].rstrip(" (") if match else ""
+    if not match or not residue:
+        return text, ""
+    return residue.replace(r"\equiv", "="), match[1].strip("{} ")
+
+
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:
     """Return the verdict where words decide it, else pairs of values of which one must be equal."""
-    right = normalize(answer)
-    given = normalize(candidate)
+    right, modulus = _congruence(normalize(answer))
+    given, other_modulus = _congruence(normalize(candidate))
+    if modulus and other_modulus and modulus != other_modulus:
+        return False
     if _CODE.fullmatch(right) and _CODE.fullmatch(given):
         return right.replace(" ", "") == given.replace(" ", "")
     options = {match[1] or match[2] for match in map(_LABEL.match, (right, given)) if match}
