@@ -177,6 +177,13 @@ class ReallocationLayer(CacheLayerMixin):
         parts = [store.held(row, tokens) for store in self.stores]
         return torch.cat(parts).index_select(0, self.restore.cpu())
 
+    def check_rows(self, rows: int) -> None:
+        """Raise ``ValueError`` if the cache has another number of rows."""
+        if self.is_initialized and rows != self.batch_size:
+            raise ValueError(
+                f"the cache holds {self.batch_size} rows but the call has {rows}: use a new cache"
+            )
+
     def attend_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, parts: list[CallLayout], softmax: Softmax
     ) -> Tensor:
@@ -191,11 +198,6 @@ class ReallocationLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        elif key.shape[0] != self.batch_size:
-            raise ValueError(
-                f"the cache holds {self.batch_size} rows but the call has {key.shape[0]}: use a "
-                "new cache"
-            )
         # inference only: a graph through the buffers would never be freed
         query = query.detach().unflatten(1, (self.num_heads, -1))
         key = key.detach()
@@ -411,6 +413,7 @@ def realloc_attention(
             "logits, which this model has: use sink and window, or a policy that does not look at "
             "queries, such as random"
         )
+    key.layer.check_rows(query.shape[0])
     parts = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(

@@ -263,6 +263,40 @@ class HeadReallocationCache(Cache):
                 del self._stock[number]
             layers.append(self._layers.get(number, stock))
         super().__init__(layers=layers)
+        # the module whose call has begun, where a failed one could not be told by its layers
+        self.reader: int | None = None
+
+    def begin_call(self, module: Any, tokens: Tensor | None) -> None:
+        """Check a call before any layer reads it.
+
+        Args:
+            module: that was called.
+            tokens: ids or embeddings ``[B, n, ...]``, if the call has them.
+
+        Raises:
+            ValueError: for other rows than before, no tokens, or a call after one that failed in a
+                model with other layers, whose states do not say what they have read.
+        """
+        if self.reader == id(module):
+            raise ValueError(
+                "an earlier call on this cache ended in an error, and layers without full "
+                "attention may have read its tokens: start a new cache"
+            )
+        if tokens is not None:
+            if tokens.shape[1] == 0:
+                raise ValueError(
+                    "the call has no new tokens: give generate(...) the whole text so far with its "
+                    "attention_mask, and the model at least one token"
+                )
+            for layer in self._allocated():
+                layer.check_rows(tokens.shape[0])
+        if self.reader is None and not self.can_join:
+            self.reader = id(module)
+
+    def end_call(self, module: Any) -> None:
+        """Note that the call of ``module`` has ended without an error."""
+        if self.reader == id(module):
+            self.reader = None
 
     def _make_store(self, layer: int, heads: list[int], is_full: bool) -> Store:
         policy = self.settings.policy_of(is_full)
@@ -384,6 +418,7 @@ class HeadReallocationCache(Cache):
     def reset(self) -> None:
         """Forget all tokens, the padding and what was kept; memory stays."""
         self.state.padding = self.state.sinks = self.state.row_counts = self.state.planned = None
+        self.reader = None
         self.kept.clear()
         for layer in self._layers.values():
             layer.reset()

@@ -504,6 +504,7 @@ def _hook(model: Any, session: CompressedSession, undo: ExitStack) -> None:
     for module in hooked:
         hook = _forward_hook(module, session)
         undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(_end_call, with_kwargs=True).remove)
 
 
 def _cache_preparation(model: Any, session: CompressedSession) -> Any:
@@ -569,7 +570,15 @@ def _forward_hook(decoder: torch.nn.Module, session: CompressedSession) -> Any:
             # without use_cache the tokens still go through a cache, which is not kept
             if given.get("use_cache") is not False:
                 session.cache = cache
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given.get("inputs_embeds")
         given[name] = session.check(cache)
+        given[name].begin_call(module, tokens)
         return (), given
 
     return give_cache
+
+
+def _end_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    kwargs[cache_argument()].end_call(module)

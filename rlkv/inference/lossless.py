@@ -26,6 +26,7 @@ from rlkv.inference.compress import (
     tokens_before_drop,
 )
 from rlkv.models.loading import cache_argument
+from rlkv.models.shape import rotation_change
 from rlkv.utils.numbers import check_whole
 
 # arguments of compress(...) and generate(...) that would be ignored, or break the rounds
@@ -236,26 +237,11 @@ def _check_rotation(model: Any, shortest: int, limit: int) -> None:
 
     Rounds read other lengths at a time than ``generate`` does.
     """
-    config = model.config.get_text_config()
-    rotation = getattr(config, "rope_parameters", None) or {}
-    # of all layers, or of each kind of layer
-    for of in (rotation, *rotation.values()):
-        kind = of.get("rope_type", "") if isinstance(of, dict) else ""
-        if "dynamic" in kind:
-            last = config.max_position_embeddings
-            first = 0
-        elif kind == "longrope":  # another set of frequencies for all texts longer than that
-            last = of["original_max_position_embeddings"]
-            first = shortest
-        else:
-            continue
-        if first <= last < limit - 1:  # the last token is never read
-            newer = "" if tokens_before_drop(model) is None else "transformers 5.20 or newer and "
-            raise ValueError(
-                f"{config.model_type} turns keys by other frequencies in texts longer than {last} "
-                f"tokens (rope_type {kind}), and these may have {limit}: end them earlier, by "
-                f"max_new_tokens, or use {newer}model.generate"
-            )
+    if change := rotation_change(model.config, shortest, limit):
+        newer = "" if tokens_before_drop(model) is None else "transformers 5.20 or newer and "
+        raise ValueError(
+            f"{change}: end them earlier, by max_new_tokens, or use {newer}model.generate"
+        )
 
 
 class _Texts:

@@ -94,6 +94,36 @@ def max_positions(config: Any) -> int:
     return most
 
 
+def rotation_change(config: Any, shortest: int, limit: int) -> str | None:
+    """Say where a model changes its rotary frequencies, if texts may cross that length.
+
+    transformers chooses them by the longest text of a call, for all of its rows.
+
+    Args:
+        shortest: tokens of the shortest prompt.
+        limit: tokens at which the longest text ends.
+    """
+    config = config.get_text_config()
+    rotation = getattr(config, "rope_parameters", None) or {}
+    # of all layers, or of each kind of layer
+    for of in (rotation, *rotation.values()):
+        kind = of.get("rope_type", "") if isinstance(of, dict) else ""
+        if "dynamic" in kind:
+            last = config.max_position_embeddings
+            first = 0
+        elif kind == "longrope":  # another set of frequencies for all texts longer than that
+            last = of["original_max_position_embeddings"]
+            first = shortest
+        else:
+            continue
+        if first <= last < limit - 1:  # the last token is never read
+            return (
+                f"{config.model_type} turns keys by other frequencies in texts longer than {last} "
+                f"tokens (rope_type {kind}), and these may have {limit}"
+            )
+    return None
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Facts that a gates file states about the model that it was trained for.

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from rlkv.models.loading import cache_argument
+from rlkv.models.shape import rotation_change
 from rlkv.rollout.base import FinishReason, SamplingParams
 from rlkv.rollout.graphed import GraphedStep, graphed_step
 from rlkv.utils.devices import moved
@@ -172,9 +173,27 @@ class Decoding:
         """Yield each row as it ends; the longest prompts begin.
 
         ``numbers``: of the rows, which fix their draws; default: 0, 1, 2...
+
+        Raises:
+            ValueError: if what a row is read with would follow from its neighbours' lengths.
         """
+        self._check_rotation([len(prompt) for prompt in prompts])
         context: Any = torch.no_grad() if self.sharded else torch.inference_mode()
         return context(self._run)(prompts, numbers)
+
+    def _check_rotation(self, lengths: list[int]) -> None:
+        is_alone = self.max_rows == 1 or len(lengths) == 1
+        if not lengths or (is_alone and not self.logprobs):
+            return
+        limit = max(lengths) + self.sampling.max_new_tokens
+        if change := rotation_change(self.model.config, min(lengths), limit):
+            rest = "end them earlier, by fewer new tokens"
+            if self.logprobs:  # of a training, whose update reads a text in one call
+                raise ValueError(f"{change}, which an update would read in another way: {rest}")
+            raise ValueError(
+                f"{change}, with which rows next to it would be read too: {rest}, or decode one "
+                "row at a time (batch size 1)"
+            )
 
     def _run(self, prompts: list[list[int]], numbers: Sequence[int] | None) -> Iterator[Row]:
         numbers = range(len(prompts)) if numbers is None else numbers

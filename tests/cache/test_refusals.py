@@ -71,6 +71,7 @@ def test_later_calls(model: PreTrainedModel, first: torch.Tensor | None) -> None
         (2, changed, "padding_side"),
         (2, torch.ones(2, 2), r"attention_mask.*2.*6"),
         (1, None, r"2 rows.*1"),
+        (1, torch.ones(1, 6), r"2 rows.*1"),
     ):
         with pytest.raises(ValueError, match=message):
             model(IDS[:rows, :1], attention_mask=mask, past_key_values=cache)
@@ -94,6 +95,27 @@ def test_a_call_after_one_that_ended_in_an_error(model: PreTrainedModel) -> None
     hook.remove()
     with pytest.raises(ValueError, match=r"layer 1 holds 5 .* 6: start a new cache"):
         model(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_an_eviction_that_was_counted_but_not_made(model: PreTrainedModel, padding: int) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[1, :padding] = 0
+    cache = HeadReallocationCache(MIXED, eviction=TOVA(budget=6))
+    model(IDS, attention_mask=mask, past_key_values=cache)
+    cache.layers[0].attend_and_store = fail
+    for _ in range(2):  # all layers still hold 5 tokens
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS, past_key_values=cache)
+        del cache.layers[0].attend_and_store
+        with pytest.raises(ValueError, match="begins at 5 tokens, but an earlier one"):
+            model(IDS[:, :1], past_key_values=cache)
+        cache.reset()
+        model(IDS, attention_mask=mask, past_key_values=cache)
+        cache.layers[0].attend_and_store = fail
 
 
 def test_training_with_dropout() -> None:

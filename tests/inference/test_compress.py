@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlkv import HeadAllocation
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.eviction import H2O, RKV, TOVA
 from rlkv.inference.engine import InferenceEngine
+from rlkv.models.layout import Layout
 from rlkv.models.loading import attention_of
 from rlkv.rollout.base import SamplingParams
 from tests.helpers.cached_logits import MIXED as HEADS
@@ -366,6 +368,53 @@ def test_what_would_bypass_the_cache_is_refused(
 ) -> None:
     with rlkv.compress(llama, **options), pytest.raises(ValueError, match=message):
         llama.generate(prompt(), **GREEDY, **arguments)
+
+
+def test_turns_that_do_not_go_on_with_the_text(llama: PreTrainedModel) -> None:
+    text = prompt(rows=2)
+    with rlkv.compress(llama, MIXED) as session:
+        text = llama.generate(text, **GREEDY)
+        for ids, message in (
+            (text[:, 40:], "no new tokens: give generate"),  # the new ones alone
+            (text[:1].repeat(4, 1), "holds 2 rows but the call has 4"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llama.generate(ids, past_key_values=session.cache, **GREEDY)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])
+def test_a_hybrid_does_not_go_on_after_an_error(family: str) -> None:
+    """Its linear and sliding layers have read what the first full one refuses."""
+    model = make_family(family)
+    none_full = HeadAllocation(torch.zeros(len(Layout.from_config(model.config).layers), 2) > 0)
+    ids = prompt(rows=2) % 60
+    mask = torch.ones(2, 14, dtype=torch.long)
+    with rlkv.compress(model, none_full) as session, torch.no_grad():
+        model(ids)
+        cache = copy.deepcopy(session.cache)
+        expected = model(ids[:, :2], attention_mask=mask, past_key_values=cache).logits
+        mask[1, 12] = 0
+        with pytest.raises(ValueError, match="left padding only"):
+            model(ids[:, :2], attention_mask=mask, past_key_values=session.cache)
+        mask[1, 12] = 1
+        with pytest.raises(ValueError, match="ended in an error, and layers without full"):
+            model(ids[:, :2], attention_mask=mask, past_key_values=session.cache)
+        session.cache.reset()
+        model(ids, past_key_values=session.cache)
+        again = model(ids[:, :2], attention_mask=mask, past_key_values=session.cache).logits
+    assert torch.equal(again, expected)
+
+
+def test_a_branch_of_a_text_under_a_policy_with_tensors(llama: PreTrainedModel) -> None:
+    @dataclass(frozen=True)
+    class Weighted(TOVA):
+        weights: torch.Tensor = field(default_factory=lambda: torch.ones(4))
+
+    with rlkv.compress(llama, MIXED, eviction=Weighted(budget=6)) as session, torch.no_grad():
+        llama(prompt())
+        branch = copy.deepcopy(session.cache)
+        expected = llama(prompt()[:, :1], past_key_values=session.cache).logits
+        assert torch.equal(llama(prompt()[:, :1], past_key_values=branch).logits, expected)
 
 
 def test_a_call_has_one_cache_by_either_name(llama: PreTrainedModel) -> None:

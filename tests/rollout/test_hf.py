@@ -141,6 +141,30 @@ def test_samples_follow_the_seed_and_the_row_not_the_batch(model: PreTrainedMode
     assert engine.generate(PROMPTS, only_likeliest) == engine.generate(PROMPTS, SamplingParams(12))
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_that_would_change_the_frequencies_of_others(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    positions = 32
+    if kind == "longrope":
+        positions = 128
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope |= {"original_max_position_embeddings": 32}
+    model = make_tiny_model(
+        "llama", vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=positions
+    )
+    encoded = TOKENIZER(PROMPTS, add_special_tokens=False).input_ids
+    longest = max(map(len, encoded))
+    within = SamplingParams(33 - longest)  # the last token is not read
+    beyond = SamplingParams(34 - longest)
+    assert len(HFEngine(model, TOKENIZER, 2).generate(PROMPTS, within)) == len(PROMPTS)
+    assert len(HFEngine(model, TOKENIZER, 1).generate(PROMPTS, beyond)) == len(PROMPTS)
+    with pytest.raises(ValueError, match=r"longer than 32 .* one row at a time \(batch size 1\)"):
+        HFEngine(model, TOKENIZER, 2).generate(PROMPTS, beyond)
+    rows = Rows(encoded[2:3], [0], 0)
+    with pytest.raises(ValueError, match="an update would read in another way"):
+        roll_out(model, rows, beyond, [2], 0, 1)
+
+
 def test_prompts_that_do_not_fit_are_named(model: PreTrainedModel) -> None:
     engine = HFEngine(model, TOKENIZER)
     assert engine.generate([], GREEDY) == []
