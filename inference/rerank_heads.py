@@ -79,7 +79,7 @@ def main() -> None:
     found.check_model(model.config)
     template = choose_template(
         config.template,
-        curriculum_template(config.curriculum),
+        None if config.template else curriculum_template(config.curriculum),
         found.training.get("template"),
         model=model.config._name_or_path,
     )

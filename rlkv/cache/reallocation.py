@@ -263,7 +263,7 @@ class HeadReallocationCache(Cache):
                 del self._stock[number]
             layers.append(self._layers.get(number, stock))
         super().__init__(layers=layers)
-        # the module whose call has begun, where a failed one could not be told by its layers
+        # id of the module whose call has begun, where layers could not tell that it failed
         self.reader: int | None = None
 
     def begin_call(self, module: Any, tokens: Tensor | None) -> None:

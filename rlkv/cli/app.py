@@ -181,7 +181,7 @@ def parse_groups(
                 members[member.name] = member
                 hints[member.name] = _plain(of_kind[member.name])
     given = _read_arguments(hints, arguments)
-    used = {_field(argument) for argument in given if argument.startswith("--")}
+    used = _option_fields(given)
     form = []
     for group, heading in {**groups, OTHERS: "Options of trl."}.items():
         listed = []
@@ -250,6 +250,11 @@ def _field(option: str) -> str:
     return option.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
 
 
+def _option_fields(arguments: Sequence[str]) -> set[str]:
+    """Return the fields of the options among ``arguments``, whose values may be named like some."""
+    return {_field(argument) for argument in arguments if argument.startswith("--")}
+
+
 def _read_arguments(
     hints: Mapping[str, Any], arguments: Sequence[str] | None, takes_words: bool = False
 ) -> list[str]:
@@ -269,8 +274,8 @@ def _read_arguments(
         if preset is not None:
             values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
             given = ["--preset", preset, *given]
-    overridden = {_field(argument) for argument in given}
-    return _checked([*_as_arguments(values, overridden), *given], hints, takes_words)
+    from_files = _as_arguments(values, _option_fields(given))
+    return _checked([*from_files, *given], hints, takes_words)
 
 
 def _take(name: str, given: list[str]) -> str | None:

@@ -300,7 +300,7 @@ class TaskOptions(CacheOptions, ModelOptions):
 def number_for(task: str, values: Sequence[str], option: str) -> int | None:
     """Return the number of ``task`` in values such as ``4 math500=2``, or None.
 
-    Its own number counts, else that of all tasks.
+    Its own number counts, else that of the task without a level, else that of all tasks.
 
     Raises:
         ValueError: for a value of another form, a number below 1, a task that is unknown or named
@@ -317,7 +317,8 @@ def number_for(task: str, values: Sequence[str], option: str) -> int | None:
                 "tasks: give N for all tasks and TASK=N for single ones, N at least 1"
             )
         found[name] = int(number)
-    return found.get(task, found.get(""))
+    names = (task, task.partition(":")[0], "")
+    return next((found[name] for name in names if name in found), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,14 @@ def score_heads(
     with hard_masks(model, settings.sink, settings.window) as gated:
         run.write_config()
         warn_of_unread(settings, args, READ)
+        measured = (settings.sink, settings.window)
+        served = (settings.deploy_sink, settings.deploy_window)
+        if measured != served:
+            print(
+                f"heads are measured with sink and window {measured}, and their gates file asks "
+                f"for {served} in serving (--deploy-sink, --deploy-window)",
+                flush=True,
+            )
         heads = gate_counts(gated)
         log = FinderLog(run, args.run_name, heads)
         has_gate = gated_places(heads, len(heads), max(heads))

@@ -186,9 +186,8 @@ class RunSettings:
                     f"make its own with `rlkv-filter --model {self.model}`, or pass "
                     "--allow-foreign-curriculum"
                 )
-        template = choose_template(
-            self.template, curriculum_template(self.curriculum), model=self.model
-        )
+        of_rows = None if self.template else curriculum_template(self.curriculum)
+        template = choose_template(self.template, of_rows, model=self.model)
         return replace(self, template=template)
 
 

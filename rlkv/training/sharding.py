@@ -51,8 +51,12 @@ class Shares:
     processes: int
 
     def of(self, rank: int) -> range:
-        """Return the rows of a process; shares differ by one row at most."""
-        return range(self.rows * rank // self.processes, self.rows * (rank + 1) // self.processes)
+        """Return the rows of a process; shares differ by one row at most.
+
+        The first process, which logs texts, has a row.
+        """
+        first, end = (-(-self.rows * each // self.processes) for each in (rank, rank + 1))
+        return range(first, end)
 
     def filled(self) -> list[int]:
         """Return the slots of the rows, by row, where the slots of all processes are one list."""

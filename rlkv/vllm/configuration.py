@@ -57,6 +57,7 @@ NOT_REORDERED = (
     "ipc_cache",
     "modelexpress",
 )
+TRANSFERS = ("nccl", "ipc", "sparse_nccl")  # of weights, through load_weights of the model
 
 
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
@@ -214,8 +215,11 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
     if load_format in NOT_REORDERED:
         yield f"--load-format {load_format}: what it loads is not reordered, leave it at auto"
     transfer = getattr(engine, "weight_transfer_config", None)
-    if transfer is not None and transfer.backend == "nccl_m2n":
-        yield "weight transfer by nccl_m2n, which writes o_proj as it comes: use nccl"
+    if transfer is not None and transfer.backend not in TRANSFERS:
+        yield (
+            f"weight transfer by {transfer.backend}, whose weights it cannot reorder: use one of "
+            f"{', '.join(TRANSFERS)}"
+        )
     if engine.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
             "--disable-hybrid-kv-cache-manager: leave it out, blocks of several kinds are what "
@@ -250,14 +254,11 @@ def prepare_engine(vllm_config: Any) -> float | None:
         )
     asked = parse_settings(request)
     check_engine(vllm_config, asked.feature)
-    if asked.keeps:
-        from vllm.platforms import current_platform
-
-        if not current_platform.is_cpu():
-            raise ValueError(
-                f"rlkv: {asked.feature} is served only by the CPU build of vLLM: leave mode out on "
-                "a GPU"
-            )
+    if asked.keeps and not _is_on_cpu():
+        raise ValueError(
+            f"rlkv: {asked.feature} is served only by the CPU build of vLLM: leave mode out on "
+            "a GPU"
+        )
     if asked.drafts:
         # the engine reads it off the checkpoint, and drafts nothing for longer texts
         drafts = vllm_config.speculative_config.draft_model_config
@@ -286,6 +287,12 @@ def prepare_engine(vllm_config: Any) -> float | None:
     return None if "full" in request else settings.allocation.sparsity
 
 
+def _is_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
 def _check_model(settings: ServingSettings, vllm_config: Any) -> None:
     """Raise ``ValueError`` if resolved settings do not fit the model or its drafts."""
     model = vllm_config.model_config
@@ -307,6 +314,14 @@ def _check_model(settings: ServingSettings, vllm_config: Any) -> None:
         raise ValueError(
             f"rlkv: the allocation is for {found} KV heads, layer by layer, but the model has "
             f"{heads} with full attention"
+        )
+    if settings.aligned_windows and not settings.keeps and model.is_hybrid and _is_on_cpu():
+        # the stock kernel multiplies what it masks by 0, and of a reused block the engine clears
+        # no more than full heads have (CPUModelRunner._zero_block_ids), so 0 * NaN may be left
+        raise ValueError(
+            "rlkv: aligned windows are not served with linear layers on a CPU, where the engine "
+            "does not clear all of a block that held linear states: leave aligned_windows out, or "
+            "use mode 'keep'"
         )
     if settings.drafts and 0 in heads:
         raise ValueError(

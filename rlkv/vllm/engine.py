@@ -461,7 +461,8 @@ class ServingEngine(VLLMEngine):
         """Complete rendered ``prompts``, in their order; ``numbers`` as of :meth:`stream`.
 
         The bytes are those of all blocks at the texts' ends, those of layers without gates
-        included.
+        included.  Windows count as if they began where they touch most blocks, and that of a kept
+        prompt as if it had nothing in common with the last one.
         """
         assert not full, "--compare-full is refused with this backend, which has no second cache"
         start = time.perf_counter()

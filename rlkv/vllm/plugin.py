@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlkv.vllm.settings import ARCHITECTURES, SERVED
+from rlkv.vllm.settings import ARCHITECTURES, SERVED, read_request
 
 GROUP = "vllm.general_plugins"
 NAME = "rlkv"
@@ -45,12 +45,13 @@ def _prepare_every_config() -> None:
 
         stock(self, *args, **kwargs)
         sparsity = prepare_engine(self)
+        if read_request(self.additional_config) is not None:
+            _check_beams()
+            _check_streams()
         if sparsity is not None:
             from rlkv.vllm.specs import publish
 
-            publish(sparsity)
-            _check_beams()
-            _check_streams()
+            publish(sparsity, self.parallel_config.tensor_parallel_size)
 
     prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = prepared

@@ -40,8 +40,9 @@ EVERY = 5.0  # seconds between two reports of a bin: each walks all its block ta
 class UsageCollector(Collector):
     """The reports of the schedulers' processes, read whenever the page is asked for."""
 
-    def __init__(self, sparsity: float) -> None:
-        self.sparsity = sparsity
+    def __init__(self) -> None:
+        self.sparsity = 0.0
+        self.ranks = 1
         memory = "/dev/shm"  # reports are not for the disk
         self.folder = tempfile.TemporaryDirectory(
             prefix="rlkv_", dir=memory if os.path.isdir(memory) else None
@@ -56,13 +57,13 @@ class UsageCollector(Collector):
         for kind in ("full", "compressible"):
             own = [found for found in bins if found["heads"] == kind]
             blocks.add_metric([kind], sum(found["blocks"] for found in own))
-            held.add_metric([kind], sum(found["bytes"] for found in own))
+            held.add_metric([kind], self.ranks * sum(found["bytes"] for found in own))
         yield from (blocks, held)
         yield GaugeMetricFamily(
             "rlkv:kv_bytes_saved",
             "Bytes of KV that the full cache would hold for the same tokens, less those that are "
-            "held.",
-            value=sum(found["saved"] for found in bins),
+            "held; what requests share of a cached prefix counts for each of them.",
+            value=self.ranks * sum(found["saved"] for found in bins),
         )
         yield CounterMetricFamily(
             "rlkv:evictions",
@@ -77,13 +78,14 @@ class UsageCollector(Collector):
 _published: list[UsageCollector] = []  # of this process: none or one
 
 
-def publish(sparsity: float) -> None:
+def publish(sparsity: float, ranks: int) -> None:
     """Add to this process's ``/metrics``, and have the schedulers that it starts report.
 
-    The page shows the sparsity of the last engine.
+    A scheduler counts the bytes of one of the ``ranks`` of tensor parallelism, which have as many
+    each.  The page shows the sparsity of the last engine.
     """
     if not _published:
-        _published.append(UsageCollector(sparsity))
+        _published.append(UsageCollector())
         os.environ[FOLDER] = _published[0].folder.name
         REGISTRY.register(_published[0])
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -92,6 +94,7 @@ def publish(sparsity: float) -> None:
                 "--api-server-count 1, and unset PROMETHEUS_MULTIPROC_DIR, to have them"
             )
     _published[0].sparsity = sparsity
+    _published[0].ranks = ranks
 
 
 class CountingManager(SingleTypeKVCacheManager):

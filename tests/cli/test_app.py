@@ -130,6 +130,13 @@ def test_a_value_may_look_like_an_option(tmp_path: Path) -> None:
     assert read("--model", "-1", "--part", "None").model == "-1"
 
 
+def test_a_value_may_be_named_like_an_option(tmp_path: Path) -> None:
+    file = write(tmp_path, "limit: 3\nfresh: true\n")
+    for model in ("limit", "fresh=a"):
+        found = read("--config", file, "--model", model)
+        assert (found.limit, found.fresh) == (3, True)
+
+
 def test_a_list_may_end_the_line() -> None:
     assert read("--sparsities=0.1", "0.2", "0.3").sparsities == (0.1, 0.2, 0.3)
     assert read("--sparsities", "0.1", "0.2", "--fresh").sparsities == (0.1, 0.2)

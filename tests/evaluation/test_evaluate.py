@@ -17,7 +17,13 @@ from rlkv.cache import CacheSettings
 from rlkv.cli.app import CONFIGS, parse
 from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.evaluation import sandbox
-from rlkv.evaluation.evaluate import EvalConfig, named_gates, parse_method, parse_methods
+from rlkv.evaluation.evaluate import (
+    EvalConfig,
+    named_gates,
+    number_for,
+    parse_method,
+    parse_methods,
+)
 from rlkv.evaluation.sandbox import SandboxError
 from rlkv.evaluation.tasks.registry import find_tasks
 from rlkv.eviction import H2O, RKV, RPC
@@ -328,6 +334,12 @@ MODERN = {
     "aime26": 16,
     "hmmt25": 16,
 }
+
+
+def test_a_level_of_a_task_has_the_number_of_the_task() -> None:
+    values = ["1", "aime24=8", "livecodebench=4", "mmlu_pro:law=2"]
+    names = ("livecodebench:medium", "livecodebench", "mmlu_pro:law", "mmlu_pro", "gsm8k")
+    assert [number_for(name, values, "--num-samples") for name in names] == [4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

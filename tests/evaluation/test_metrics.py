@@ -105,6 +105,9 @@ def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -
     # also where there are too many flips to try all: 2 ** 17
     assert paired_difference(first, second).p_value == pytest.approx(exact)
     assert sign_test(first, second) == (only_second, only_first, pytest.approx(exact))
+    noisy = np.array(second) + np.linspace(-1e-16, 1e-16, len(second))
+    assert paired_difference(first, noisy).changed == only_first + only_second
+    assert sign_test(first, noisy)[:2] == (only_second, only_first)
     thirds = [np.mean([own, 1, 0]) for own in first], [np.mean([own, 1, 0]) for own in second]
     assert paired_difference(*thirds).p_value == pytest.approx(exact)
 

@@ -161,7 +161,9 @@ def test_a_run_exports_scores(
     for name, total in (("time/step_s", "seconds"), ("time/step_cpu_s", "cpu_seconds")):
         spent = sum(record[name] for record in logs.records)
         assert told["training"][total] == pytest.approx(spent, abs=1e-3)
-    unread = capsys.readouterr().out.partition("does not read ")[2].partition(" (")[0].split(", ")
+    told_of = capsys.readouterr().out
+    assert "heads are measured with" not in told_of
+    unread = told_of.partition("does not read ")[2].partition(" (")[0].split(", ")
     assert {"l1_beta", "max_steps", "top_p", "warmup_steps"} <= set(unread)
     assert not {"sink", "window", "elimination_traces", "epsilon", "output_dir"} & set(unread)
     # the same command measures again, other settings are refused
@@ -169,6 +171,9 @@ def test_a_run_exports_scores(
     assert len(RunLogs.read(folder).records) == 3
     with pytest.raises(ValueError, match=r"window \d+ -> 9"):
         run(folder, curriculum, window=9)
+    run(tmp_path / "other", curriculum, window=9)
+    sizes = "heads are measured with sink and window (4, 9), and their gates file asks for (4, 16)"
+    assert sizes in capsys.readouterr().out
 
 
 def test_a_run_on_a_hybrid(curriculum: Path, tmp_path: Path) -> None:

@@ -302,6 +302,7 @@ def test_the_curriculum_says_which_template(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", row, {**row, "template": "boxed"})
     with pytest.raises(ValueError, match="--template"):
         RLKVSettings(curriculum=path).with_curriculum()
+    assert RLKVSettings(curriculum=path, template="boxed").with_curriculum().template == "boxed"
 
 
 def test_a_curriculum_of_another_model_is_refused(tmp_path: Path) -> None:

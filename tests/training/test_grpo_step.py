@@ -25,6 +25,7 @@ from tests.helpers.models import make_tiny_model
 def test_any_number_of_processes_has_slots_for_a_step(processes: int, at_once: int) -> None:
     slots = passes(32, 4, at_once * processes) * at_once
     assert slots * processes % 4 == 0
+    assert Shares(1, slots, processes).of(0) == range(1)  # the first process logs its texts
     shares = Shares(128, slots, processes)
     parts = [shares.of(rank) for rank in range(processes)]
     assert [row for part in parts for row in part] == list(range(128))

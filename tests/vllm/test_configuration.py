@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from rlkv.vllm.configuration import (
     OF_ANOTHER_MODEL,
+    _check_model,
     check_engine,
     prepare_engine,
     refuse_beams,
@@ -128,6 +129,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"load_config__load_format": "sharded_state"}, "load-format sharded_state"),
         ({"load_config__load_format": "ipc_cache"}, "load-format ipc_cache"),
         ({"weight_transfer_config": SimpleNamespace(backend="nccl_m2n")}, "nccl_m2n"),
+        ({"weight_transfer_config": SimpleNamespace(backend="sharded_rdt")}, "by sharded_rdt"),
         ({"kv_transfer_config": object()}, "KV connectors"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "disable-hybrid-kv-cache"),
         ({"cache_config__sliding_window": 512}, "sliding windows in all layers"),
@@ -331,20 +333,37 @@ def test_the_engine_does_not_start(
         engine_config(llama, request, **options)
 
 
+def test_aligned_windows_do_not_read_what_linear_layers_left() -> None:
+    pytest.importorskip("vllm")
+    linear = fake_engine(model_config__is_hybrid=True)
+    aligned = ServingSettings(full=("0101",), sink=SINK, window=WINDOW, aligned_windows=True)
+    with pytest.raises(ValueError, match="aligned windows are not served with linear layers on a"):
+        _check_model(aligned, linear)
+    _check_model(aligned, fake_engine())
+    _check_model(replace(aligned, mode="keep"), linear)
+    _check_model(replace(aligned, aligned_windows=None), linear)
+
+
 def test_the_settings_are_resolved_once(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are part of the compilation key, and published by the process that resolved them."""
-    published: list[float] = []
-    monkeypatch.setattr("rlkv.vllm.specs.publish", published.append)
+    published: list[tuple[float, int]] = []
+    guarded: list[str] = []
+    monkeypatch.setattr("rlkv.vllm.specs.publish", lambda *found: published.append(found))
+    monkeypatch.setattr("rlkv.vllm.plugin._check_beams", lambda: guarded.append("beams"))
+    monkeypatch.setattr("rlkv.vllm.plugin._check_streams", lambda: guarded.append("streams"))
     full = tuple("".join("01"[one] for one in row) for row in llama.allocation(0.5).full.tolist())
     resolved = {"rlkv": {"full": full, **SINKS}}
+    engine_config(llama, {"rlkv": None})
+    assert not guarded
     engine_config(llama, resolved)
+    assert set(guarded) == {"beams", "streams"}
     assert not published
     monkeypatch.setenv("RLKV_GATES", str(llama.gates_path))
     monkeypatch.setenv("RLKV_SPARSITY", "0.5")
     found = engine_config(llama, None).additional_config["rlkv"]
     assert found["full"] == full
     assert "gates" not in found
-    assert published == [0.5]
+    assert published == [(0.5, 1)]
     assert not found["keep_prompt_window"]
 
 

@@ -221,7 +221,9 @@ def test_reports_come_every_five_seconds_and_when_nothing_is_left(
     monkeypatch.delenv(specs.FOLDER, raising=False)
     first.report()
     assert not reported, "nobody asked"
-    collector = UsageCollector(0.5)
+    collector = UsageCollector()
+    collector.sparsity = 0.5
+    collector.ranks = 2  # as many bytes on each
     monkeypatch.setenv(specs.FOLDER, collector.folder.name)
     for number in (1, 1, 2):
         first.report()
@@ -238,9 +240,9 @@ def test_reports_come_every_five_seconds_and_when_nothing_is_left(
     assert values == {
         ("rlkv:kv_blocks", "full"): 2,
         ("rlkv:kv_blocks", "compressible"): 0,
-        ("rlkv:kv_bytes", "full"): 4,
+        ("rlkv:kv_bytes", "full"): 8,
         ("rlkv:kv_bytes", "compressible"): 0,
-        ("rlkv:kv_bytes_saved", None): 6,
+        ("rlkv:kv_bytes_saved", None): 12,
         ("rlkv:evictions_total", None): 8,
         ("rlkv:sparsity", None): 0.5,
     }
