@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import TrainerCallback
@@ -20,14 +20,19 @@ from rlkv.training.config import RunSettings
 from rlkv.utils.files import append_line, read_log, write_jsonl
 from rlkv.utils.runtime import require
 
-if TYPE_CHECKING:
-    from rlkv.training.run_folder import RunFolder
-
 LOG = "log.jsonl"  # a record per step
 GATES_LOG = "gates.jsonl"  # all gates after every step
 SAMPLES_LOG = "samples.jsonl"  # sampled texts with their verdict
 LOGS = (LOG, GATES_LOG, SAMPLES_LOG)
 HELD_OUT = "held_out/"  # how figures on held-out problems begin; not every record has them
+
+
+class LoggedRun(Protocol):
+    """What logs need of a :class:`~rlkv.training.run_folder.RunFolder`."""
+
+    path: Path
+    settings: RunSettings
+    wandb: WandbLog | None
 
 
 # --- records
@@ -67,7 +72,7 @@ class FinderLog:
     heads: how many gates each layer has.
     """
 
-    def __init__(self, run: RunFolder, name: str | None, heads: Sequence[int]) -> None:
+    def __init__(self, run: LoggedRun, name: str | None, heads: Sequence[int]) -> None:
         self.run = run
         self.heads = heads
         self.records: list[dict[str, Any]] = []
@@ -99,7 +104,7 @@ class RunLog(TrainerCallback):
 
     def __init__(
         self,
-        run: RunFolder,
+        run: LoggedRun,
         make_gates: Callable[[], HeadGates],
         get_samples: Callable[[], list[dict[str, Any]]] = list,
         sample_steps: int = 0,
