@@ -87,6 +87,7 @@ class ReallocationLayer(CacheLayerMixin):
         if len(others):
             self.stores.append(make_store(others.tolist(), False))
         self.length = 0
+        self.in_call = False  # stays True if a call ends in an error
         self.by_kernel = False  # whether the decode kernel took the last call
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -129,6 +130,7 @@ class ReallocationLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; memory is kept for the next ones."""
         self.length = 0
+        self.in_call = False
         for store in self.stores:
             store.reset()
 
@@ -414,6 +416,11 @@ def realloc_attention(
             "queries, such as random"
         )
     key.layer.check_rows(query.shape[0])
+    if key.layer.in_call:
+        raise ValueError(
+            "an earlier call on this cache ended in an error, which left some of its tokens in "
+            "it: start a new cache"
+        )
     parts = attention_mask.plan(key.layer.state, query.device)
     if key.layer.length != attention_mask.start:
         raise ValueError(
@@ -421,7 +428,10 @@ def realloc_attention(
             f"call begins at {attention_mask.start}: start a new cache if an earlier call ended in "
             f"an error; {IMPLEMENTATION} does not serve layers that share keys and values"
         )
-    return key.layer.attend_and_store(query, key.states, value.states, parts, softmax), None
+    key.layer.in_call = True
+    out = key.layer.attend_and_store(query, key.states, value.states, parts, softmax)
+    key.layer.in_call = False
+    return out, None
 
 
 AttentionInterface.register(IMPLEMENTATION, realloc_attention)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,10 +123,6 @@ class CacheSettings(LocalSizes):
     eviction: EvictionPolicy | None = None
     protect_prompt: bool = False
     evict_from: str = COMPRESSIBLE
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:
-        """Return itself: nothing changes it, and a policy's tensors have no ``==`` to compare."""
-        return self
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,16 +241,8 @@ class CacheState:
             self.sinks = PerRow.of(self.settings.sinks(length - self.padding_counts(rows)))
         if policy is None:
             return [CallPart(*span) for span in spans]
+        counts = RowCounts.start(rows, self.planned) if self.row_counts is None else self.row_counts
         padding = None if self.padding is None else self.padding.on_host
-        if self.row_counts is None or start == 0:
-            counts = RowCounts.start(rows, self.planned)
-        else:
-            counts = self.row_counts
-            if not (counts.seen == start - (0 if padding is None else padding)).all():
-                raise ValueError(
-                    f"the call begins at {start} tokens, but an earlier one that ended in an error "
-                    "has been counted as read: start a new cache"
-                )
         protect = policy.protect_prompt and start == 0
         parts = []
         for span in spans:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +148,10 @@ class EvictionPolicy(ABC):
     uses_queries: ClassVar[bool] = True  # False: no queries need to be kept between two calls
     accumulates: ClassVar[bool] = False  # True: scores of every call are added up, entry by entry
     draws: ClassVar[bool] = False  # True: ``scores`` also takes ``seen`` and ``layer``, for a hash
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself: nothing changes it, and tensors of its own have no ``==`` to compare."""
+        return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -182,18 +182,19 @@ class Decoding:
         return context(self._run)(prompts, numbers)
 
     def _check_rotation(self, lengths: list[int]) -> None:
-        is_alone = self.max_rows == 1 or len(lengths) == 1
-        if not lengths or (is_alone and not self.logprobs):
+        if len(lengths) < 2:
             return
         limit = max(lengths) + self.sampling.max_new_tokens
-        if change := rotation_change(self.model.config, min(lengths), limit):
-            rest = "end them earlier, by fewer new tokens"
-            if self.logprobs:  # of a training, whose update reads a text in one call
-                raise ValueError(f"{change}, which an update would read in another way: {rest}")
-            raise ValueError(
-                f"{change}, with which rows next to it would be read too: {rest}, or decode one "
-                "row at a time (batch size 1)"
-            )
+        change = rotation_change(self.model.config, min(lengths), limit)
+        # "dynamic" frequencies are those of the longest text so far, whatever the batch
+        helps = change is not None and "dynamic" not in change
+        if change is None or (helps and self.max_rows == 1):
+            return
+        alone = ", or decode one row at a time (batch size 1)" if helps else ""
+        raise ValueError(
+            f"{change}, with which the others would be read too: end them earlier, by fewer new "
+            f"tokens{alone}"
+        )
 
     def _run(self, prompts: list[list[int]], numbers: Sequence[int] | None) -> Iterator[Row]:
         numbers = range(len(prompts)) if numbers is None else numbers

@@ -22,7 +22,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import BUILT_IN, TINY
 from rlkv.models.loading import dtype_name, files_digest, load_missing, load_tokenizer
 from rlkv.models.prompts import build_messages, choose_template
-from rlkv.models.shape import max_positions
+from rlkv.models.shape import max_positions, rotation_change
 from rlkv.rollout.base import GatedEngine
 from rlkv.rollout.footprint import DEFAULT_KV_GIB, card_of, free_memory
 from rlkv.tiny import MAX_DEFINITIONS, MIN_DEFINITIONS, longest_solution, problems
@@ -104,7 +104,13 @@ def train_gates(
     model, tokenizer = load_missing(settings.model, dtype, "cpu", model, tokenizer)
     if start is not None:
         start.check_model(model.config)
-    longest = longest_prompt(curriculum, tokenizer) + args.max_completion_length
+    shortest, longest = prompt_lengths(curriculum, tokenizer)
+    longest += args.max_completion_length
+    if change := rotation_change(model.config, shortest, longest):
+        raise ValueError(
+            f"{change}, which rollouts and updates read in two ways: lower "
+            "--max-completion-length, or leave out problems with long prompts"
+        )
     most = max_positions(model.config)
     if longest > most:
         raise ValueError(
@@ -198,8 +204,8 @@ def unread_by_grpo(settings: RLKVSettings, args: GateTrainingArguments) -> dict[
     return found
 
 
-def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the tokens of the longest prompt.
+def prompt_lengths(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the tokens of the shortest and of the longest prompt.
 
     Raises:
         ValueError: for a tokenizer without a chat template.
@@ -214,7 +220,8 @@ def longest_prompt(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> i
     prompts: Any = tokenizer.apply_chat_template(
         list(curriculum["prompt"]), add_generation_prompt=True
     )
-    return max(map(len, prompts["input_ids"]))
+    lengths = [len(ids) for ids in prompts["input_ids"]]
+    return min(lengths), max(lengths)
 
 
 def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
@@ -222,7 +229,7 @@ def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
     if settings.model not in BUILT_IN:
         return PROMPT_TOKENS
     try:
-        return longest_prompt(load_curriculum(settings, args)[1], load_tokenizer(settings.model))
+        return prompt_lengths(load_curriculum(settings, args)[1], load_tokenizer(settings.model))[1]
     except ValueError:  # no curriculum yet
         return PROMPT_TOKENS
 

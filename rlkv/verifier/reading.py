@@ -414,7 +414,7 @@ def _words(words: list[str]) -> Reading:
 # --- what must be equal
 
 Pairs = list[tuple[str, str]]
-_MODULUS = re.compile(r"\\(?:[pb]?mod(?![A-Za-z])|text\{mod(?:ulo)?\}) *(\{[^{}]*\}|\d+)[ )]*$")
+_MODULUS = re.compile(r"\\(?:([pb]?)mod(?![A-Za-z])|text\{mod(?:ulo)?\}) *(\{[^{}]*\}|\d+)[ )]*$")
 # what is not a product: throws of a coin, Roman numbers, quotients with remainders
 _CODE = re.compile(r"[HT]{3}|IV|VI|IX|XI|XL|LX|XC|CX|\d+ ?R ?\d+")
 
@@ -422,10 +422,15 @@ _CODE = re.compile(r"[HT]{3}|IV|VI|IX|XI|XL|LX|XC|CX|\d+ ?R ?\d+")
 def _congruence(text: str) -> tuple[str, str]:
     r"""Return ``x = 7`` and ``12`` of ``x \equiv 7 \pmod{12}``; other texts as they are."""
     match = _MODULUS.search(text)
-    residue = text[: match.start()].rstrip(" (") if match else ""
-    if not match or not residue:
+    if match is None:
         return text, ""
-    return residue.replace(r"\equiv", "="), match[1].strip("{} ")
+    before = text[: match.start()].rstrip()
+    # 100 \bmod 7 is a number, namely 2
+    is_congruence = match[1] == "p" or before.endswith("(") or r"\equiv" in before
+    residue = before.rstrip(" (").replace(r"\equiv", "=")
+    if not is_congruence or not residue or residue.count("(") != residue.count(")"):
+        return text, ""
+    return residue, re.sub(r"[^\w]", "", match[2]).lstrip("0")
 
 
 def pairs_to_compare(answer: str, candidate: str) -> bool | Pairs:

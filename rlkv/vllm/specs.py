@@ -82,7 +82,7 @@ def publish(sparsity: float, ranks: int) -> None:
     """Add to this process's ``/metrics``, and have the schedulers that it starts report.
 
     A scheduler counts the bytes of one of the ``ranks`` of tensor parallelism, which have as many
-    each.  The page shows the sparsity of the last engine.
+    each.  The page shows the sparsity, and counts the ranks, of the last engine.
     """
     if not _published:
         _published.append(UsageCollector())

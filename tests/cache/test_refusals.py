@@ -97,25 +97,26 @@ def test_a_call_after_one_that_ended_in_an_error(model: PreTrainedModel) -> None
         model(IDS[:, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-def test_an_eviction_that_was_counted_but_not_made(model: PreTrainedModel, padding: int) -> None:
+@pytest.mark.parametrize("policy", [None, TOVA(budget=6)])
+def test_a_call_that_ended_in_the_first_layer(model: PreTrainedModel, policy: Any) -> None:
+    """All layers hold 5 tokens still, but an eviction was counted, or a window moved."""
+
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    mask = torch.ones(2, 5, dtype=torch.long)
-    mask[1, :padding] = 0
-    cache = HeadReallocationCache(MIXED, eviction=TOVA(budget=6))
-    model(IDS, attention_mask=mask, past_key_values=cache)
-    cache.layers[0].attend_and_store = fail
-    for _ in range(2):  # all layers still hold 5 tokens
+    cache = HeadReallocationCache(MIXED, eviction=policy)
+    model(IDS, past_key_values=cache)
+    store = cache.layers[0].stores[-1]
+    stock = store.attend
+    for _ in range(2):
+        store.attend = fail
         with pytest.raises(KeyboardInterrupt):
             model(IDS, past_key_values=cache)
-        del cache.layers[0].attend_and_store
-        with pytest.raises(ValueError, match="begins at 5 tokens, but an earlier one"):
+        store.attend = stock
+        with pytest.raises(ValueError, match="left some of its tokens in it: start a new cache"):
             model(IDS[:, :1], past_key_values=cache)
         cache.reset()
-        model(IDS, attention_mask=mask, past_key_values=cache)
-        cache.layers[0].attend_and_store = fail
+        model(IDS, past_key_values=cache)
 
 
 def test_training_with_dropout() -> None:

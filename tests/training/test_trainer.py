@@ -215,6 +215,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
             patch.setattr(model.config, name, 0.1, raising=False)
             refused(f"{name} is 0.1")
             patch.setattr(model.config, name, 0.0)
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 50}
+        with patch.context() as rotated:
+            rotated.setattr(model.config, "rope_parameters", rope)
+            refused("longer than 50 .* in two ways", "--max-completion-length", "64")
         patch.setattr(tokenizer, "chat_template", None)
         refused(r"no chat template, .* chat_template\.jinja")
     curriculum = tmp_path / "curriculum.jsonl"

@@ -333,8 +333,10 @@ def test_the_engine_does_not_start(
         engine_config(llama, request, **options)
 
 
-def test_aligned_windows_do_not_read_what_linear_layers_left() -> None:
-    pytest.importorskip("vllm")
+def test_aligned_windows_do_not_read_what_linear_layers_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlkv.vllm.configuration._is_on_cpu", lambda: True)
     linear = fake_engine(model_config__is_hybrid=True)
     aligned = ServingSettings(full=("0101",), sink=SINK, window=WINDOW, aligned_windows=True)
     with pytest.raises(ValueError, match="aligned windows are not served with linear layers on a"):
