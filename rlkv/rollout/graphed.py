@@ -133,6 +133,7 @@ class ReallocatedStep(GraphedStep):
     def settle(self) -> None:
         for layer in self._cache.layers:
             layer.length = self._columns
+            layer.in_call = False  # where the recording ended in an error
 
 
 class GrowingStep(GraphedStep):
