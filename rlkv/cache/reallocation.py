@@ -288,8 +288,8 @@ class HeadReallocationCache(Cache):
                     "the call has no new tokens: give generate(...) the whole text so far with its "
                     "attention_mask, and the model at least one token"
                 )
-            for layer in self._allocated():
-                layer.check_rows(tokens.shape[0])
+            # all layers have as many
+            next(iter(self._layers.values())).check_rows(tokens.shape[0])
         if self.reader is None and not self.can_join:
             self.reader = id(module)
 

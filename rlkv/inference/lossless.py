@@ -240,7 +240,7 @@ def _check_rotation(model: Any, shortest: int, limit: int) -> None:
     if change := rotation_change(model.config, shortest, limit):
         newer = "" if tokens_before_drop(model) is None else "transformers 5.20 or newer and "
         raise ValueError(
-            f"{change}: end them earlier, by max_new_tokens, or use {newer}model.generate"
+            f"{change.said}: end them earlier, by max_new_tokens, or use {newer}model.generate"
         )
 
 

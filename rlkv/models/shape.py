@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkv.models.layout import Layout
 from rlkv.utils.files import is_text
@@ -94,8 +94,18 @@ def max_positions(config: Any) -> int:
     return most
 
 
-def rotation_change(config: Any, shortest: int, limit: int) -> str | None:
-    """Say where a model changes its rotary frequencies, if texts may cross that length.
+class RotationChange(NamedTuple):
+    """A length of texts behind which a model turns keys by other rotary frequencies.
+
+    ``keeps``: a call has the frequencies of the longest text so far, not of its own longest one.
+    """
+
+    keeps: bool
+    said: str
+
+
+def rotation_change(config: Any, shortest: int, limit: int) -> RotationChange | None:
+    """Find where a model changes its rotary frequencies, if texts may cross that length.
 
     transformers chooses them by the longest text of a call, for all of its rows.
 
@@ -117,10 +127,11 @@ def rotation_change(config: Any, shortest: int, limit: int) -> str | None:
         else:
             continue
         if first <= last < limit - 1:  # the last token is never read
-            return (
+            said = (
                 f"{config.model_type} turns keys by other frequencies in texts longer than {last} "
                 f"tokens (rope_type {kind}), and these may have {limit}"
             )
+            return RotationChange("dynamic" in kind, said)
     return None
 
 

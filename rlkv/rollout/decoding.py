@@ -186,14 +186,12 @@ class Decoding:
             return
         limit = max(lengths) + self.sampling.max_new_tokens
         change = rotation_change(self.model.config, min(lengths), limit)
-        # "dynamic" frequencies are those of the longest text so far, whatever the batch
-        helps = change is not None and "dynamic" not in change
-        if change is None or (helps and self.max_rows == 1):
+        if change is None or (self.max_rows == 1 and not change.keeps):
             return
-        alone = ", or decode one row at a time (batch size 1)" if helps else ""
+        alone = "" if change.keeps else ", or decode one row at a time (batch size 1)"
         raise ValueError(
-            f"{change}, with which the others would be read too: end them earlier, by fewer new "
-            f"tokens{alone}"
+            f"{change.said}, with which the others would be read too: end them earlier, by fewer "
+            f"new tokens{alone}"
         )
 
     def _run(self, prompts: list[list[int]], numbers: Sequence[int] | None) -> Iterator[Row]:

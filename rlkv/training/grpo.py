@@ -104,20 +104,7 @@ def train_gates(
     model, tokenizer = load_missing(settings.model, dtype, "cpu", model, tokenizer)
     if start is not None:
         start.check_model(model.config)
-    shortest, longest = prompt_lengths(curriculum, tokenizer)
-    longest += args.max_completion_length
-    if change := rotation_change(model.config, shortest, longest):
-        raise ValueError(
-            f"{change}, which rollouts and updates read in two ways: lower "
-            "--max-completion-length, or leave out problems with long prompts"
-        )
-    most = max_positions(model.config)
-    if longest > most:
-        raise ValueError(
-            f"the longest prompt and max_completion_length={args.max_completion_length} are "
-            f"{longest} tokens, the model has {most} positions: lower --max-completion-length or "
-            "leave out problems with long prompts"
-        )
+    longest = longest_text(model.config, prompt_lengths(curriculum, tokenizer), args)
     apply_liger = find_liger(model, args.device) if settings.liger_kernels else None
     with open_engine(settings, args, longest) as engine:
         trainer = RLKVTrainer(model, args, settings, taught, tokenizer, reward, every, engine)
@@ -204,8 +191,27 @@ def unread_by_grpo(settings: RLKVSettings, args: GateTrainingArguments) -> dict[
     return found
 
 
-def prompt_lengths(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return the tokens of the shortest and of the longest prompt.
+def longest_text(config: Any, prompts: list[int], args: GateTrainingArguments) -> int:
+    """Return the most tokens of a text, given the lengths of the prompts.
+
+    Raises:
+        ValueError: if the model has fewer positions, or changes its frequencies in between.
+    """
+    longest = max(prompts) + args.max_completion_length
+    shorter = "lower --max-completion-length or leave out problems with long prompts"
+    if change := rotation_change(config, min(prompts), longest):
+        raise ValueError(f"{change.said}, which rollouts and updates read in two ways: {shorter}")
+    most = max_positions(config)
+    if longest > most:
+        raise ValueError(
+            f"the longest prompt and max_completion_length={args.max_completion_length} are "
+            f"{longest} tokens, the model has {most} positions: {shorter}"
+        )
+    return longest
+
+
+def prompt_lengths(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of each prompt.
 
     Raises:
         ValueError: for a tokenizer without a chat template.
@@ -220,8 +226,7 @@ def prompt_lengths(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> t
     prompts: Any = tokenizer.apply_chat_template(
         list(curriculum["prompt"]), add_generation_prompt=True
     )
-    lengths = [len(ids) for ids in prompts["input_ids"]]
-    return min(lengths), max(lengths)
+    return [len(ids) for ids in prompts["input_ids"]]
 
 
 def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
@@ -229,7 +234,8 @@ def prompt_tokens(settings: RLKVSettings, args: GateTrainingArguments) -> int:
     if settings.model not in BUILT_IN:
         return PROMPT_TOKENS
     try:
-        return prompt_lengths(load_curriculum(settings, args)[1], load_tokenizer(settings.model))[1]
+        curriculum = load_curriculum(settings, args)[1]
+        return max(prompt_lengths(curriculum, load_tokenizer(settings.model)))
     except ValueError:  # no curriculum yet
         return PROMPT_TOKENS
 

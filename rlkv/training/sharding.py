@@ -55,8 +55,10 @@ class Shares:
 
         The first process, which logs texts, has a row.
         """
-        first, end = (-(-self.rows * each // self.processes) for each in (rank, rank + 1))
-        return range(first, end)
+        return range(self._before(rank), self._before(rank + 1))
+
+    def _before(self, rank: int) -> int:
+        return -(-self.rows * rank // self.processes)
 
     def filled(self) -> list[int]:
         """Return the slots of the rows, by row, where the slots of all processes are one list."""
