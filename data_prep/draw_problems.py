@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlkv.cli.app import parse, run_app
 from rlkv.data.filter import FilterConfig
-from rlkv.data.problems import Problem, load_problems, read_curriculum
+from rlkv.data.problems import DRAWN, Problem, load_problems, read_curriculum
 from rlkv.models.builtin import SMOL, TINY
 from rlkv.smol import MAX_STEPS, MIN_STEPS
 from rlkv.smol import problems as smol_problems
@@ -60,9 +60,10 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         )
     low, high = (MIN_STEPS, MAX_STEPS) if config.steps is None else parse_range(config.steps)
     if source == TINY:
-        drawn = tiny_problems(config.num_problems, config.seed, low, high)
+        drawn = tiny_problems(config.num_problems or DRAWN, config.seed, low, high)
     else:
-        drawn = smol_problems(config.num_problems, config.seed, low, high, config.held_out_names)
+        count = config.num_problems or DRAWN
+        drawn = smol_problems(count, config.seed, low, high, config.held_out_names)
     return [Problem(**problem) for problem in drawn[: config.limit]]
 
 

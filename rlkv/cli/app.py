@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import sys
 import types
@@ -43,6 +44,7 @@ from rlkv.utils.runtime import check_switches
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+HOME = re.compile(r"^(--[\w-]+=|)~(?=/)")
 T = TypeVar("T")
 OTHERS = "others"  # the group of options that --help does not show
 
@@ -377,7 +379,8 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
             raise ValueError(f"{option} needs a value: write {option}=VALUE")
         for value in values:
             _check_value(option, value, hint)
-    return found
+    # no shell replaces it in YAML, nor behind "--name="
+    return [HOME.sub(rf"\g<1>{Path.home()}", argument) for argument in found]
 
 
 def _check_value(option: str, given: str, hint: Any) -> None:

@@ -1,7 +1,7 @@
 """Look at gates files, convert, plot, compare and share them, and report on their training.
 
 A gates file is a .pt, .safetensors or .tsv file, a PEFT folder, hf://owner/name[@revision] on the
-hub, or tiny for the packaged gates of the built-in model.
+hub, or tiny or smol for the packaged gates of a built-in model.
 
     rlkv-gates inspect gates.pt                    what it holds, what a sparsity keeps
     rlkv-gates convert gates.pt gates.safetensors  another format, by the suffix

@@ -56,7 +56,7 @@ Study rankings of KV heads: sweep, paired comparison, threshold, sensitivity, er
 budgets, gates.
 
     rlkv-study --config study_tiny --data problems.jsonl \\
-        --gates RLKV=results/demo/gates.pt DuoAttention=outputs/duo_tiny/gates.pt \\
+        --gates RLKV=results/demo/gates.pt DuoAttention=outputs/distilled_tiny/gates.pt \\
         --oracle rlkv/tiny/model/ground_truth.json --output-dir results/study/report
     rlkv-study --model deepseek-ai/DeepSeek-R1-Distill-Llama-8B --tasks math500 aime24 \\
         --data FOLDER --gates RLKV=rlkv.tsv DuoAttention=duo.tsv --buffer 128 --observation 8 \\

@@ -60,7 +60,7 @@ GROUPS = {
     "run": "Where the run goes, and how it is resumed and followed.",
     "model": "Model and problems, memory, sizes for serving.",
     "data": "What is distilled.",
-    "gates": "GRPO: gates and their penalty.",
+    "gates": "Gates: sinks and window, and for GRPO their start and penalty.",
     "steps": "Objective, optimizer and steps.",
     "rollouts": "GRPO: samples, and what makes them.",
     "logs": "What is measured and plotted on the way.",

@@ -44,11 +44,16 @@ from rlkv.rollout.footprint import (
 from rlkv.smol import MAX_NEW_TOKENS
 from rlkv.utils.files import write_json, write_text
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, hardware_line, provenance
+from rlkv.utils.runtime import digest, hardware_line, library_facts, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
 from rlkv.verifier import Verifier, extract_answer, reference_answer
 from rlkv.verifier.extraction import opening
-from rlkv.vllm.plugin import check_version, check_vllm_options, choose_engine
+from rlkv.vllm.plugin import (
+    check_version,
+    check_vllm_options,
+    choose_engine,
+    installed_version,
+)
 
 # every loaded problem ends in exactly one of these
 STATUSES = {
@@ -101,8 +106,8 @@ class FilterConfig(ModelOptions):
     """.jsonl or .parquet file, hub data set, tiny or smol (new problems); default: the model's, or
     DeepScaleR
     """
-    num_problems: int = 400
-    """how many problems --input tiny and smol draw"""
+    num_problems: int | None = None
+    """how many problems --input tiny and smol draw; default: 400"""
     limit: int | None = None
     """use only the first N problems"""
     seed: int = 0
@@ -385,14 +390,16 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
         if files := files_digest(config.model):
             settings["model_files"] = files
         settings["engine"] = config.engine
+        if config.engine == "vllm":
+            settings["engine"] += f" {installed_version()}"
         settings["template"] = config.template
         settings["max_length"] = config.max_length
         settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
-        path = Path(config.outputs)
+        path = Path(config.outputs).expanduser()
         settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
         settings["outputs_field"] = config.outputs_field
-    return settings
+    return settings | {"libraries": library_facts()}
 
 
 def run_filter(config: FilterConfig) -> FilterResult:
@@ -455,7 +462,7 @@ def run_shard(config: FilterConfig, problems: list[Problem], settings: dict[str,
     file = shard_file(folder, SHARD, shard, count)
     title = "filter" if count == 1 else f"filter, shard {config.shard}"
     with (
-        open_store(file, settings, KEY, keep_rows=False) as store,
+        open_store(file, settings, KEY) as store,
         progress_bar(title, "problems", len(own)) as bar,
         closing(Verifier()) as verifier,
     ):

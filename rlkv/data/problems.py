@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
+DRAWN = 400  # problems of tiny and smol, unless their number is given
 _ADVICE = (
     "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model "
     "FOLDER, or take the built-in model and its problems with --model tiny"
@@ -35,21 +36,26 @@ class Problem:
 
 
 def load_problems(
-    source: str, num_problems: int = 400, seed: int = 0, limit: int | None = None
+    source: str, num_problems: int | None = None, seed: int = 0, limit: int | None = None
 ) -> list[Problem]:
     """Load the problems of ``source``, in its order, at most ``limit``.
 
-    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``), a local
-    ``.jsonl`` or ``.parquet`` file with the fields problem, answer and perhaps solution, or the id
-    of a hub data set.
+    ``source`` is ``tiny`` or ``smol`` (``num_problems`` new ones drawn with ``seed``, else 400), a
+    local ``.jsonl`` or ``.parquet`` file with the fields problem, answer and perhaps solution, or
+    the id of a hub data set.
 
     Raises:
-        ValueError: if the source is absent or unreachable, or a row of it is broken (names file and
-            row).
+        ValueError: if the source is absent or unreachable, a row of it is broken (names file and
+            row), or ``num_problems`` is given for problems that are not drawn.
     """
     if source in (TINY, SMOL):
         draw = tiny.problems if source == TINY else smol.problems
-        loaded = [Problem(**row) for row in draw(num_problems, seed)]
+        loaded = [Problem(**row) for row in draw(num_problems or DRAWN, seed)]
+    elif num_problems is not None:
+        raise ValueError(
+            f"--num-problems {num_problems} belongs to new problems of tiny and smol, not to "
+            f"{source}: give --limit"
+        )
     else:
         loaded = [parse_problem(row, where) for where, row in read_rows(source)]
     if not loaded:

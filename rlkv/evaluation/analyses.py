@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, product
 from pathlib import Path
@@ -41,6 +41,7 @@ from rlkv.evaluation.report import (
     plot_heat_maps,
     provenance_facts,
 )
+from rlkv.evaluation.runner import name_unlike_rows
 from rlkv.evaluation.study import ANALYSES, Study, StudyConfig, load_study
 from rlkv.evaluation.text_analyses import budget, lengths, modes
 from rlkv.gates.head_gates import HeadGates
@@ -99,13 +100,17 @@ def run_study(config: StudyConfig) -> None:
         "conditions": measured,
     }
     write_json(folder / "results.json", content)
-    write_origin(page, content)
+    files = {}
+    for each in measured:
+        files[each["rows"]] = [folder / "rows" / each["rows"]]
+    unlike = name_unlike_rows(files)
+    write_origin(page, content, unlike)
     page.write_report(folder)
     if "sweep" in metrics:
         table = Page(title)
         for task, numbers in metrics["sweep"]["tasks"].items():
             write_sweep_table(study, task, table, numbers)
-        table.bullets(provenance_facts(content))
+        table.bullets([*provenance_facts(content), *unlike])
         table.write(folder / "table.md")
 
 
@@ -127,7 +132,6 @@ def origin_of(study: Study) -> dict[str, Any]:
         "cache": {name: getattr(cache, name) for name in ("sink", "window", "protect_prompt")},
         "max_new_tokens": limits,
         "sparsities": study.sparsities,
-        "ablate_at": study.config.ascending("ablate_at"),
         "top_heads": study.top_heads,
         "policies": {name: policy.describe() for name, policy in study.policies.items()},
         "dtype": str(study.model.dtype),
@@ -142,12 +146,12 @@ def origin_of(study: Study) -> dict[str, Any]:
     }
 
 
-def write_origin(page: Page, content: dict[str, Any]) -> None:
+def write_origin(page: Page, content: dict[str, Any], unlike: Sequence[str] = ()) -> None:
     """Add the command, where it ran, its options, and how the heads were found."""
     page.heading("How it was measured")
     page.code(content["command"])
     seconds = [f"{what}: {number:.0f} s" for what, number in content["seconds"].items()]
-    page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}."])
+    page.bullets([*provenance_facts(content), f"Seconds: {'; '.join(seconds)}.", *unlike])
     options = {**content["config"], **content["resolved"]}
     rows = [[name, json.dumps(value, default=str)] for name, value in options.items()]
     page.table(["option", "value"], rows)
@@ -403,7 +407,7 @@ def plot_distributions(path: Path, methods: dict[str, HeadGates]) -> Path:
 def ablations(study: Study, task: str, page: Page) -> Metrics:
     """Compare variants of training with the first method (RLKV, figure 8)."""
     first = study.first
-    sparsities = study.config.ascending("ablate_at")
+    sparsities = study.config.ascending("compare_at")
     numbers: dict[str, list[Metrics]] = {}
     rows = []
     for variant in (first, *study.ablations):

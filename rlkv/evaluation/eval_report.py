@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +47,7 @@ from rlkv.evaluation.report import (
     plot_curves,
     provenance_facts,
 )
-from rlkv.evaluation.runner import recorded_of_rows
+from rlkv.evaluation.runner import ROWS, name_unlike_rows
 from rlkv.rollout.base import share_held
 from rlkv.utils.files import write_json
 from rlkv.utils.runtime import provenance
@@ -156,7 +156,6 @@ def _texts(rows: list[Row]) -> Metrics:
     found = {
         "share_repetitive": fmean(row["repetitive"] for row in rows),
         "stopped_for_repetition": sum(row["finish_reason"] == "repetition" for row in rows),
-        "share_at_limit": fmean(row["finish_reason"] == "length" for row in rows),
         "sentence_redundancy": fmean(sentence_redundancy(row["text"]) for row in rows),
     }
     for n in NGRAMS:
@@ -273,27 +272,13 @@ def write_report(folder: Path, done: Evaluation) -> None:
         summaries.append(summarize(task, method, rows, done.rows.get((task, FULL)), other))
     origin = provenance()
     write_json(folder / RESULTS, {"config": done.config, **origin, "results": summaries})
-    begun = _begun(folder, done)
-    page = evaluation_page(folder, done.methods, summaries, origin, done.config, begun)
-    page.write_report(folder)
-
-
-def _begun(folder: Path, done: Evaluation) -> str:
-    """Name rows by commit, batch size and machine, unless all have the same."""
-    groups: dict[str, dict[str, None]] = {}  # names in their order
+    files = {}
     for task, method in done.rows:
-        for recorded in recorded_of_rows(folder / task.replace(":", "_") / method):
-            facts = f"{recorded['batch_size']} texts at once, commit {recorded['commit']}"
-            if "hardware" in recorded:
-                facts += f", {recorded['hardware']}"
-            groups.setdefault(facts, {})[f"{task} {method}"] = None
-    if len(groups) < 2:
-        return ""
-    described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())
-    return (
-        "Not all rows were made alike: seconds, and in bfloat16 the tokens of texts, may not be "
-        f"comparable. {described}."
-    )
+        shards = (folder / task.replace(":", "_") / method).glob(f"{ROWS}-*-of-*.jsonl")
+        files[f"{task} {method}"] = sorted(shards)
+    unlike = name_unlike_rows(files)
+    page = evaluation_page(folder, done.methods, summaries, origin, done.config, unlike)
+    page.write_report(folder)
 
 
 def evaluation_page(
@@ -302,7 +287,7 @@ def evaluation_page(
     summaries: list[Metrics],
     origin: Metrics,
     config: dict[str, Any],
-    begun: str = "",
+    unlike: Sequence[str] = (),
 ) -> Page:
     """Return the report of all tasks, and write their plots.
 
@@ -311,7 +296,7 @@ def evaluation_page(
         summaries: of every task with every method (:func:`summarize`).
         origin: what :func:`rlkv.utils.runtime.provenance` returns.
         config: the options; published numbers are those of its model.
-        begun: a sentence on rows that were not all made alike.
+        unlike: a sentence on rows that were not all made alike, if any.
     """
     page = Page(f"Evaluation of {config['model']}")
     page.paragraph(LEGEND)
@@ -325,7 +310,7 @@ def evaluation_page(
         _write_task(page, folder, task, methods, own, config)
     page.heading("How it was run")
     page.code(origin["command"])
-    page.bullets([*_settings(config), *provenance_facts(origin), *([begun] if begun else [])])
+    page.bullets([*_settings(config), *provenance_facts(origin), *unlike])
     return page
 
 
@@ -354,7 +339,7 @@ def _write_task(
     write_published(page, config["model"], task)
     caption = MODE_CAPTION
     if first["samples"] > 1:
-        caption += " Sample i of a problem is paired with the full cache's sample i, another draw."
+        caption += " Sample i of a problem is paired with the full cache's sample i: another text."
     page.records(summaries, MODE_COLUMNS, caption)
     page.records(summaries, COST_COLUMNS, COST_CAPTION)
     page.records(summaries, TEXT_COLUMNS, TEXT_CAPTION)

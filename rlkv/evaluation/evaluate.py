@@ -34,7 +34,7 @@ from rlkv.evaluation.runner import (
 )
 from rlkv.evaluation.sandbox import isolation
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask
-from rlkv.evaluation.tasks.registry import find_task, find_tasks, load_task
+from rlkv.evaluation.tasks.registry import TASKS, find_task, find_tasks, load_task
 from rlkv.eviction import POLICIES, make_policy, parse_options
 from rlkv.eviction.base import EvictionPolicy
 from rlkv.gates.allocation import HeadAllocation
@@ -306,10 +306,11 @@ def number_for(task: str, values: Sequence[str], option: str) -> int | None:
         ValueError: for a value of another form, a number below 1, a task that is unknown or named
             twice.
     """
+    families = {"", *(known.partition(":")[0] for known in TASKS)}
     found: dict[str, int] = {}
     for value in values:
         name, _, number = value.rpartition("=")
-        if name:
+        if name not in families:
             find_task(name)
         if not number.isdecimal() or int(number) < 1 or name in found:
             raise ValueError(

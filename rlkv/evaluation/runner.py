@@ -8,7 +8,7 @@ every n-th unit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -221,13 +221,27 @@ def run_method(
     return [done[key] for key in keys]
 
 
-def recorded_of_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what is recorded of the rows in ``folder``: commit, batch size, hardware."""
-    found = []
-    for shard in sorted(folder.glob(f"{ROWS}-*-of-*.jsonl")):
-        if shard.stat().st_size:
-            found += recorded_of(shard)
-    return found
+def name_unlike_rows(files: Mapping[str, Iterable[Path]]) -> list[str]:
+    """Name rows by commit, batch size and machine, in a sentence, unless all have the same.
+
+    Args:
+        files: name of rows -> their files.
+    """
+    groups: dict[str, dict[str, None]] = {}  # names in their order
+    for name, paths in files.items():
+        for path in paths:
+            for recorded in recorded_of(path) if path.stat().st_size else ():
+                facts = f"{recorded['batch_size']} texts at once, commit {recorded['commit']}"
+                if "hardware" in recorded:
+                    facts += f", {recorded['hardware']}"
+                groups.setdefault(facts, {})[name] = None
+    if len(groups) < 2:
+        return []
+    described = "; ".join(f"{facts}: {', '.join(names)}" for facts, names in groups.items())
+    return [
+        "Not all rows were made alike: seconds, in bfloat16 the tokens of texts, and verdicts of "
+        f"different commits may not be comparable. {described}."
+    ]
 
 
 def run_in_background(jobs: Iterable[Callable[[], None]], most_open: int) -> None:

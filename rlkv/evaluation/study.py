@@ -115,9 +115,7 @@ class StudyConfig(TaskOptions):
     64, 256 and 512
     """
     compare_at: tuple[float, ...] = (0.4, 0.6)
-    """sparsities of the paired comparison"""
-    ablate_at: tuple[float, ...] = (0.4, 0.5, 0.6)
-    """sparsities of the ablations"""
+    """sparsities of the paired comparison and of the ablations"""
     margin: float = 0.02
     """accuracy that near-lossless may lose"""
     top_heads: tuple[float, ...] = ()
@@ -145,14 +143,12 @@ class StudyConfig(TaskOptions):
     """entries in addition to a budget's share of the text; default: sink + window, or what a policy
     always keeps
     """
-    published: str | None = None
-    """model whose published numbers are shown; default: --model"""
     measure_only: bool = False
     """no report: share the work of another process of this study"""
 
     def check(self) -> None:
         super().check()
-        for name in ("sparsities", "compare_at", "ablate_at", "savings"):
+        for name in ("sparsities", "compare_at", "savings"):
             values = getattr(self, name)
             most = 0.99 if name == "savings" else 1.0
             given = f"--{name.replace('_', '-')} {' '.join(f'{value:g}' for value in values)}"
@@ -370,7 +366,7 @@ class Study:
                     yield f"{match.method}, {match.saved:.0%} saved", condition
         if "ablations" in analyses:
             variants = (self.first, *self.ablations)
-            yield from self._at_sparsities(variants, config.levels("ablate_at"))
+            yield from self._at_sparsities(variants, config.levels("compare_at"))
 
     def _at_sparsities(
         self, rankings: Sequence[Ranking], sparsities: Sequence[float]
@@ -471,12 +467,6 @@ def take_turns(items: Iterable[Item], work: Callable[[Item], None]) -> None:
 
 def load_study(config: StudyConfig) -> Study:
     """Read and check everything that the options name, before anything is written."""
-    published = published_name(config.published or config.model)
-    if config.published and published is None:
-        raise ValueError(
-            f"--published {config.published!r}: nothing is known to be published for a model of "
-            "this name"
-        )
     methods = gates_rankings(config.gates_files)
     ablations = gates_rankings(config.ablation_files)
     named: dict[str, HeadGates] = {}
@@ -517,7 +507,7 @@ def load_study(config: StudyConfig) -> Study:
         policies=policies,
         top_heads=top_heads(config.top_heads, methods[0].num_heads),
         truth=truth,
-        published=published,
+        published=published_name(config.model),
         problems=problems,
         settings=settings,
     )

@@ -413,9 +413,9 @@ def compress(
     Args:
         model: a transformers causal LM in eval mode (or a PEFT model around one).  Layers without
             full attention (sliding windows, linear layers) stay as they are.
-        gates: ``HeadGates``, a gates file or folder, "tiny" for those of the built-in model, or a
-            ``HeadAllocation``; None: all heads are compressible (token eviction as published),
-            which needs an ``eviction`` policy.
+        gates: ``HeadGates``, a gates file or folder, "tiny" or "smol" for those of a built-in
+            model, or a ``HeadAllocation``; None: all heads are compressible (token eviction as
+            published), which needs an ``eviction`` policy.
         sparsity: share of all KV heads with full attention that is compressed; None with a
             ``HeadAllocation`` or without gates.
         sink: first tokens of each row that a compressible head keeps; None: what the gates

@@ -76,6 +76,7 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     require("gguf", "gguf")
+    require("accelerate", "gguf")  # transformers loads no GGUF file without it
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -178,11 +178,19 @@ def load_model(
         missing = info["missing_keys"] if os.environ.get("LOCAL_RANK", "0") == "0" else ()
         if missing:  # transformers would draw them at random
             raise ValueError(f"{len(missing)} of its tensors are missing, such as {min(missing)}")
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+    # ImportError: the package of a quantised checkpoint
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if source != model:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
-    return loaded.to(target).eval(), tokenizer
+    try:
+        loaded = loaded.to(target)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"model {model!r} in {resolved_dtype} does not fit on {target} ({first_line(error)}): "
+            "free its memory, take a smaller model or another --device"
+        ) from error
+    return loaded.eval(), tokenizer
 
 
 def load_missing(
@@ -205,7 +213,7 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
     source = model_source(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=hub_error is not None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if hub_error is not None:
         warnings.warn(
@@ -234,6 +242,8 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     reason = first_line(error)
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
+    if isinstance(error, ImportError):
+        return f"cannot load model {model!r}: {reason}"
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (

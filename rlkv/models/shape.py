@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkv.models.gguf import find_gguf
 from rlkv.models.layout import Layout
 from rlkv.utils.files import is_text
 from rlkv.utils.numbers import check_whole
@@ -71,10 +72,11 @@ def same_model(first: str, second: str) -> bool:
     """Return whether two names mean one model; for a folder and a hub id the last part decides."""
     if first == second:
         return True
-    folders = [Path(name) for name in (first, second) if Path(name).is_dir()]
-    if len(folders) == 2:
-        return folders[0].samefile(folders[1])
-    return bool(folders) and Path(first).absolute().name == Path(second).absolute().name
+    paths = [find_gguf(name) or Path(name).expanduser() for name in (first, second)]
+    local = [path for path in paths if path.exists()]
+    if len(local) == 2:
+        return paths[0].samefile(paths[1])
+    return bool(local) and paths[0].absolute().name == paths[1].absolute().name
 
 
 def max_positions(config: Any) -> int:

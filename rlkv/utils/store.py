@@ -49,7 +49,7 @@ class ResultStore:
     """The rows of a file, and a way to add more; made by :func:`open_store`.
 
     Attributes:
-        rows: what the file holds; left empty if it was opened with ``keep_rows=False``.
+        rows: what the file holds.
         done: the keys of all rows, one value or a tuple each.
         origin: what is to be recorded of this process before its first row; None: nothing more.
     """
@@ -58,7 +58,6 @@ class ResultStore:
         self,
         path: Path,
         key: Sequence[str],
-        keep_rows: bool,
         descriptor: int,
         origin: dict[str, Any] | None = None,
     ) -> None:
@@ -67,7 +66,6 @@ class ResultStore:
         self.origin = origin
         self.rows: list[Row] = []
         self.done: set[Hashable] = set()
-        self._keep_rows = keep_rows
         self._descriptor = descriptor
         for row in iter_rows(path, key):
             self._add(row)
@@ -98,8 +96,7 @@ class ResultStore:
 
     def _add(self, row: Row) -> None:
         self.done.add(key_of(row, self.key))
-        if self._keep_rows:
-            self.rows.append(row)
+        self.rows.append(row)
 
 
 def key_of(row: Row, key: Sequence[str]) -> Hashable:
@@ -124,7 +121,6 @@ def open_store(
     settings: dict[str, Any],
     key: Sequence[str],
     recorded: dict[str, Any] | None = None,
-    keep_rows: bool = True,
 ) -> Iterator[ResultStore]:
     """Start or resume the file, for this process alone.
 
@@ -136,7 +132,6 @@ def open_store(
         key: fields that make a row unique.
         recorded: written next to the settings, never compared; of a later process, if it differs,
             when that adds its first row.
-        keep_rows: False for rows too large to hold in memory: read them with :func:`iter_rows`.
 
     Raises:
         ValueError: if the file was not written by a job like this one, the rows were made with
@@ -153,7 +148,7 @@ def open_store(
         if holds_rows:
             check_settings(path, settings)
         origin = recorded if holds_rows else None
-        store = ResultStore(path, key, keep_rows, descriptor, origin)
+        store = ResultStore(path, key, descriptor, origin)
         if holds_rows:
             _cut_torn_line(path, descriptor)
         else:

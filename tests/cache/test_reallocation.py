@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache, schedule
 from rlkv.cache.accounting import KVSizes, kv_nbytes
 from rlkv.cache.reallocation import GrowingCache, GrowingLayer, full_cache
-from rlkv.cache.stores import grown_capacity
 from rlkv.eviction import H2O, RKV, RPC, EvictionPolicy
 from rlkv.models.layout import Layout
 from tests.helpers.cached_logits import (
@@ -208,13 +207,6 @@ def test_compressible_heads_never_grow(model: PreTrainedModel) -> None:
     cached_logits(model, draw_ids(2, 103), cache, [1] * 100, begin=3)
     assert cache.nbytes() == ENTRY * 2 * LAYERS * HEADS * 8
     assert [layer.stores[0].keys.data_ptr() for layer in cache.layers] == pointers
-
-
-def test_growth_is_geometric_and_limited() -> None:
-    assert grown_capacity(0, 1, None) == 16
-    assert grown_capacity(6400, 6401, None) == 6800
-    assert grown_capacity(6400, 6401, 6500) == 6500
-    assert grown_capacity(6400, 6401, 100) == 6800  # goes on after its generation
 
 
 def test_the_memory_is_freed_without_the_garbage_collector(model: PreTrainedModel) -> None:

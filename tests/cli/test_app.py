@@ -130,6 +130,13 @@ def test_a_value_may_look_like_an_option(tmp_path: Path) -> None:
     assert read("--model", "-1", "--part", "None").model == "-1"
 
 
+def test_a_home_folder_is_found_where_no_shell_looks(tmp_path: Path) -> None:
+    home = str(Path.home())
+    assert read("--config", write(tmp_path, "model: ~/x\n")).model == f"{home}/x"
+    assert read("--model=~/x").model == f"{home}/x"
+    assert read("--model=a~/x").model == "a~/x"
+
+
 def test_a_value_may_be_named_like_an_option(tmp_path: Path) -> None:
     file = write(tmp_path, "limit: 3\nfresh: true\n")
     for model in ("limit", "fresh=a"):

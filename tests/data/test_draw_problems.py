@@ -61,6 +61,7 @@ def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path) -> None:
         ("out.jsonl", ["--steps", "2-9"], "definitions must satisfy"),
         ("out.jsonl", ["--input", "p.jsonl", "--steps", "3-5"], "--steps 3-5 belongs to"),
         ("out.jsonl", ["--held-out-names"], "--held-out-names belongs to"),
+        ("out.jsonl", ["--input", "two.jsonl", "--num-problems", "1"], "--num-problems 1 belongs"),
         ("out.jsonl", ["--model", "smol", "--steps", "3-99"], "max_steps=99"),
         ("out.jsonl", ["--input", "absent.jsonl"], "absent.jsonl does not exist"),
         ("out.jsonl", ["--as-many-as", "absent.jsonl"], "absent.jsonl: there is no such file"),

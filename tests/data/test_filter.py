@@ -34,6 +34,7 @@ from rlkv.rollout.footprint import GIB
 from rlkv.tiny import draw_problem
 from rlkv.training.solutions import read_traces
 from rlkv.utils.files import read_log
+from rlkv.utils.runtime import library_facts
 from rlkv.verifier import Verifier
 from tests.helpers.installed import CPU_BUILD, pretend_vllm
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -391,6 +392,9 @@ def test_the_program(
     assert report["versions"]["torch"]
     assert report["config"]["output_dir"] == "o/out"
     assert str(tmp_path) not in Path("o/out/report.md").read_text().replace(model_folder, "")
+    monkeypatch.setattr(filter_job, "library_facts", lambda: library_facts() | {"torch": "0"})
+    assert run_program(PROGRAM, *options, *eight, "0/1") == 2
+    assert "(libraries.torch): libraries.torch was" in capsys.readouterr().err
     assert run_program(PROGRAM, *options, "--max-new-tokens", "9") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "max_new_tokens was 8 and is now 9" in line

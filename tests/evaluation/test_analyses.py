@@ -25,6 +25,8 @@ from rlkv.eviction import make_policy
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.prompts import render_prompt
+from rlkv.utils.files import read_json, write_json
+from rlkv.utils.store import settings_path
 from tests.helpers.models import build_tokenizer
 from tests.helpers.plain_decoding import decode
 from tests.helpers.study_fakes import outcome, ranking
@@ -296,5 +298,11 @@ def test_the_same_command_goes_on_and_refuses_other_settings(
     run(inputs, folder, "--analyses", "comparison")
     assert results(folder)["analyses"]["comparison"] == before
     assert {file: file.read_bytes() for file in rows[1:]} == files
+    assert "made alike" not in (folder / "report.md").read_text()
+    noted = read_json(settings_path(rows[1]))
+    noted["recorded"]["batch_size"] = 3
+    write_json(settings_path(rows[1]), noted)
+    run(inputs, folder, "--analyses", "comparison")
+    assert "made alike" in (folder / "report.md").read_text()
     with pytest.raises(ValueError, match=r"\(cache\.window\).* 16\b.* 12\b"):
         run(inputs, folder, "--window", "12")

@@ -83,7 +83,7 @@ def test_one_sample_of_each_problem() -> None:
         **{"kv_bytes": 244, "kv_bytes_full": 400, "seconds": 8.0, "seconds_per_text": 2.0},
         **{"mean_output_tokens": 15 / 4, "tokens_per_second": 15 / 8, "tokens_times_full": 15 / 18},
         **{"solved_in_full": 3, "repetitive": 1, "overlength": 1, "incorrect": 0},
-        **{"stopped_for_repetition": 1, "share_repetitive": 0.25, "share_at_limit": 0.25},
+        **{"stopped_for_repetition": 1, "share_repetitive": 0.25},
         **{"tokens_both_right": 5, "full_tokens_both_right": 9, "n_both_right": 1},
         **{"repeated_1_grams": (4 / 5 + 3 / 4) / 4, "entropy_1_gram": 2 * 1.5849625 / 4},
         **{"share_terminated": 0.5},

@@ -134,7 +134,7 @@ def test_rows_that_were_not_made_alike_are_named(tmp_path: Path) -> None:
     methods = ["--methods", "full", "random-heads@0.5"]
     run(tmp_path, *options, *methods, "--batch-size", "2")
     page = (tmp_path / "report.md").read_text()
-    assert "made alike: seconds, and in bfloat16 the tokens of texts, may not be comp" in page
+    assert "made alike: seconds, in bfloat16 the tokens of texts, and verdicts of" in page
     assert ": tiny full; 2 texts at once" in page
     # a file that is continued otherwise is named with both
     file = rows_file(tmp_path)
@@ -337,9 +337,9 @@ MODERN = {
 
 
 def test_a_level_of_a_task_has_the_number_of_the_task() -> None:
-    values = ["1", "aime24=8", "livecodebench=4", "mmlu_pro:law=2"]
-    names = ("livecodebench:medium", "livecodebench", "mmlu_pro:law", "mmlu_pro", "gsm8k")
-    assert [number_for(name, values, "--num-samples") for name in names] == [4, 4, 2, 1, 1]
+    values = ["1", "aime24=8", "livecodebench=4", "mmlu_pro:law=2", "longreason=3"]
+    names = ("livecodebench:medium", "livecodebench", "mmlu_pro:law", "longreason:8k", "gsm8k")
+    assert [number_for(name, values, "--num-samples") for name in names] == [4, 4, 2, 3, 1]
 
 
 @pytest.mark.parametrize(

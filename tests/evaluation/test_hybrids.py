@@ -111,7 +111,7 @@ def test_an_evaluation(inputs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", ["qwen3_5_text"], indirect=True)
 def test_a_study(inputs: Path, tmp_path: Path) -> None:
     words = f"""--gates a={inputs}/a.pt b={inputs}/b.pt --ablation c={inputs}/b.pt
-        --random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 1
+        --random-draws 2 --sparsities 0.5 --compare-at 0.5 --top-heads 1
         --repetition 20 5 --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8
         --sizes 2+4 --batch-size 5"""
     words = [*options(inputs, tmp_path), *words.split()]

@@ -51,7 +51,6 @@ CACHE = CacheSettings(sink=4, window=16)
         ("--gates", "--gates needs"),
         ("--gates x=2x3.pt", "2 layers x 3 KV heads"),
         ("--ablation mine=x.pt", "--ablation: the name 'mine'"),
-        ("--published tiny", "--published 'tiny'"),
         ("--extra 2", "--extra is 2"),
         ("--repetition 5 6", "--repetition 5 6"),
         ("--tasks maths", "unknown task 'maths'"),

@@ -19,18 +19,6 @@ def counts(policy: EvictionPolicy, seen: int, evictions: int = 0) -> tuple[int, 
     return int(policy.entries(*where)), int(policy.capacity(*where))
 
 
-def names(flag: str) -> set[str]:
-    own = {"sink_window", "rkv", "rpc", "snapkv", "h2o", "tova", "random"}
-    return {name for name in own if getattr(POLICIES[name], flag)}
-
-
-def test_what_policies_ask_of_the_cache() -> None:
-    assert names("uses_queries") == {"rkv", "rpc", "snapkv", "h2o", "tova"}
-    assert names("accumulates") == {"h2o"}
-    assert names("draws") == {"random"}
-    assert names("protect_prompt") == {"rpc", "random"}
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_fixed_budget_and_ratio(name: str) -> None:
     fixed = make_policy(name, budget=40)

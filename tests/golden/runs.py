@@ -63,7 +63,7 @@ RUNS = {
         rlkv@0.4+snapkv@20:buffer=4 --max-new-tokens 120 --output-dir eval""",
     "study": """rlkv-study --gates mine=tiny mine=a/gates.pt other=b/gates.pt
         --ablation variant=a/gates.pt --data problems.jsonl --oracle truth.json --output-dir study
-        --random-draws 1 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2
+        --random-draws 1 --sparsities 0.5 --compare-at 0.5 --top-heads 2
         --repetition 20 5 --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8
         --batch-size 5 --max-new-tokens 60 --sink 4 --window 16""",
     "infer file": f"{INFER} {ASK} --output both.jsonl --compare-full",

@@ -39,7 +39,7 @@ def config_of(inputs: Path, output: Path, *more: str) -> StudyConfig:
     seeds = f"mine={inputs}/a/gates.pt mine={inputs}/b/gates.pt"
     words = f"""--gates {seeds} other={inputs}/c/gates.pt --ablation variant={inputs}/c/gates.pt
         --output-dir {output} --data {inputs}/problems.jsonl --oracle {tiny.GROUND_TRUTH}
-        --random-draws 2 --sparsities 0.5 --compare-at 0.5 --ablate-at 0.5 --top-heads 2
+        --random-draws 2 --sparsities 0.5 --compare-at 0.5 --top-heads 2
         --repetition 20 5 --policies rkv --savings 0.3 --buffer 4 --observation 2 --extra 8
         --batch-size 5 --max-new-tokens {TOKENS}"""
     found: dict[str, list[str]] = {}

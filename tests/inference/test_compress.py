@@ -338,7 +338,6 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({**BY_RKV, "sink": 2, "window": 64}, "sink and window cannot be given with .* rkv"),
         ({"eviction": RKV(budget=12), "evict_from": "full"}, "evict_from='full' needs gates"),
         ({**BY_RKV, "gates": NONE_FULL, "evict_from": "full"}, "but none is full"),
-        ({"eviction": "rkv"}, "^eviction is"),
         ({**PLAIN, "window": 600}, "window is 600, but the model has 512 positions"),
         ({**PLAIN, "eviction": "rkv", "sink": 2}, "^eviction is 'rkv', which is not a policy"),
     ],

@@ -119,13 +119,3 @@ def test_another_value_is_refused(switch: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(switch, "yes")
     with pytest.raises(ValueError, match=f"{switch} is 'yes': set it to 0 or 1, or leave it out"):
         CacheSettings()
-
-
-def test_scratch_is_kept_while_it_is_large_enough() -> None:
-    one = torch.zeros(1, dtype=torch.long)
-    shared = step.DecodeStep(one, one, one, window=4)
-    partials, arrivals = shared.scratch(100, 6)
-    assert (partials.numel(), arrivals.tolist()) == (100, [0] * 6)
-    assert shared.scratch(60, 6)[0] is partials
-    assert shared.scratch(60, 6)[1] is arrivals
-    assert shared.scratch(200, 8)[0].numel() == 200

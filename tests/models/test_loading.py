@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import rlkv
 from rlkv import HeadAllocation
@@ -158,10 +159,16 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     for folder in ("mine", "a/Model", "b/Model"):
         Path(folder).mkdir(parents=True)
+    for file in ("mine/x.gguf", "a/x.gguf", "a/y.gguf", "a/Model/config.json"):
+        Path(file).touch()
     names = ["tiny", "./mine/", "owner/Model"]
     assert [short_name(name) for name in names] == ["tiny", "mine", "Model"]
     for first, second, same in (
         ("mine", str(tmp_path / "mine"), True),
+        ("./mine/x.gguf", str(tmp_path / "mine/x.gguf"), True),
+        ("mine", "mine/x.gguf", True),
+        ("mine", "a/x.gguf", False),
+        ("a/x.gguf", "a/y.gguf", False),
         ("owner/Model", "a/Model", True),
         ("a/Model", "b/Model", False),
         ("owner/Model", "other/Model", False),
@@ -257,6 +264,28 @@ def test_a_damaged_model_is_not_filled_up_with_random_weights(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="cannot load a model from"):
         loading.load_config(str(tmp_path))
+
+
+def test_what_a_machine_lacks_for_a_model_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = build_tokenizer()
+    make_tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def too_large(self: Any, device: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def no_package(*args: object, **kwargs: object) -> None:
+        raise ImportError("a checkpoint of this kind needs gptqmodel")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedModel, "to", too_large)
+        with pytest.raises(ValueError, match=r"does not fit on cpu .*out of memory"):
+            load_model(str(tmp_path), device="cpu")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_package)
+    with pytest.raises(ValueError, match=r"cannot load a model from .*needs gptqmodel"):
+        load_model(str(tmp_path), device="cpu")
 
 
 def test_a_model_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

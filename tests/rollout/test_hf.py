@@ -202,40 +202,13 @@ def test_impossible_sampling_is_refused(field: str, value: Any) -> None:
 IDS = [[5, 6, 7], [9] * 11, [30, 31], [40, 50, 60, 70, 80, 90], [12]]
 
 
-def sample(
-    model: object,
-    prompts: list[list[int]],
-    ends: list[int],
-    first: int = 0,
-    rollout: int = 0,
-    temperature: float = 1.0,
-    max_rows: int = 64,
-) -> list[list[int]]:
-    """Return tokens, of rows numbered from ``first`` on."""
-    rows = Rows(prompts, list(range(first, first + len(prompts))), rollout)
-    sampling = SamplingParams(40, temperature=temperature, seed=1)
-    found = {row.index: row.token_ids for row in roll_out(model, rows, sampling, ends, 0, max_rows)}
-    return [found[i] for i in range(len(prompts))]
-
-
 def test_cold_rollouts_equal_greedy_generate(family: str) -> None:
     model = make_tiny_model(family)
     ends = [2, 17, 44]
-    assert sample(model, IDS, ends, temperature=1e-6) == generated(model, IDS, ends)
-
-
-def test_a_row_is_sampled_alike_in_any_company() -> None:
-    model = make_tiny_model("llama")
-    # a tenth of the vocabulary: rows end at many different steps and the batch shrinks
-    ends = list(range(2, 12))
-    together = sample(model, IDS * 4, ends, rollout=3)
-    assert len({len(completion) for completion in together}) > 5
-    for completion in together:
-        assert completion[-1] in ends or len(completion) == 40
-        assert not any(token in ends for token in completion[:-1])
-    assert sample(model, IDS * 4, ends, rollout=3, max_rows=3) == together
-    assert sample(model, (IDS * 4)[10:], ends, first=10, rollout=3) == together[10:]
-    assert sample(model, IDS * 4, ends, rollout=4) != together
+    sampling = SamplingParams(40, temperature=1e-6, seed=1)
+    rows = Rows(IDS, list(range(len(IDS))), 0)
+    found = {row.index: row.token_ids for row in roll_out(model, rows, sampling, ends, 0, 64)}
+    assert [found[i] for i in range(len(IDS))] == generated(model, IDS, ends)
 
 
 def test_logprobs_are_those_of_the_tempered_distribution() -> None:

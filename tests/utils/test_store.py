@@ -70,11 +70,6 @@ def test_rows_come_back_and_more_are_added(path: Path) -> None:
             if commit != "never":
                 store.append(row(commit))
     assert recorded_of(path) == [{"commit": "abc"}, {"commit": "later"}]
-    path = path.with_name("other.jsonl")
-    with open_store(path, {"other": 1}, ("key",), keep_rows=False) as store:
-        store.append(row("b"))
-        assert (store.rows, store.done) == ([], {"b"})
-    assert list(iter_rows(path, ("key",))) == [row("b")]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ builtins, printed verdicts, frames and memory give no pass.
 What shuts the worker in is found by a trial (:func:`isolation`). Where bubblewrap is installed and
 the system permits namespaces, the worker has a machine of its own: Python's library, a folder in
 memory, no other process and no network. Otherwise Landlock (Linux 5.13) leaves it Python's library
-and a temporary folder. In both cases it has resource limits, no environment variables and no
-capabilities, and a filter of system calls (x86_64, aarch64) allows what a program needs that
-computes: no signals, sockets, new processes, shared memory, keys, changes of owner, mode, time or
-priority. Where neither holds, no program is run: ``SandboxError``. At the end, also that of the
-evaluator, the processes are killed and the folder is removed.
+and a temporary folder. In both cases it has resource limits, no capabilities and, of the
+environment, a fixed seed of hashes alone, and a filter of system calls (x86_64, aarch64) allows
+what a program needs that computes: no signals, sockets, new processes, shared memory, keys, changes
+of owner, mode, time or priority. Where neither holds, no program is run: ``SandboxError``. At the
+end, also that of the evaluator, the processes are killed and the folder is removed.
 
 This stops a language model's careless or cheating program, not a determined attacker. Not covered:
 weak tests; helpers that a test takes from the program; arguments changed in place; under Landlock
@@ -54,8 +54,10 @@ READABLE = {
 }
 DEVICES = ["/dev/null", "/dev/urandom"]
 INSIDE = os.path.join(os.path.dirname(__file__), "inside")
-# -I -S: no environment, no site-packages, nothing of the current folder
-PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c"]
+# no site-packages, nothing of the current folder
+PYTHON = [os.path.realpath(sys.executable), "-s", "-P", "-S", "-X", "utf8", "-c"]
+# all of it; with another seed each time the order of a set, and so a verdict, would change
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 START = (
     "import sys; sys.path.append(sys.argv[1]); from inside.{} import main; sys.path.pop(); main()"
 )
@@ -240,7 +242,7 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={},
+        env=ENVIRONMENT,
         start_new_session=True,
     ) as process:
         try:

@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import re
+import textwrap
 import warnings
 import zlib
 from collections.abc import Iterable
@@ -28,9 +29,10 @@ TEMPLATE = (
     "your answer."
 )
 MAX_TRIMMED_LINES = 60
-# language and content; a fence with a language opens a block even within one that was not closed
+# language and content; a fence with a language opens a block even within one that was not closed,
+# and one of Python also behind other words of its line (of a list or a heading)
 _BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
+    r"(?:^[ \t]*|(?<!`)(?=```(?:[Pp]ython3?|py)[ \t]*$))```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
     r"(.*?)(?:^[ \t]*```[ \t]*+(?![\w+-])[^\n]*$|(?=^[ \t]*```)|\Z)",
     re.MULTILINE | re.DOTALL,
 )
@@ -42,16 +44,29 @@ def extract_code(text: str) -> str | None:
     """Return the program in a completion, or None.
 
     The last Python block, else the last block without a language, else plain code.  A block that
-    the text never closes ends with the text.  Plain code begins at the first line with a definition
-    or an import and ends at the last line up to which it is valid Python.
+    the text never closes ends with the text; one in a list is not indented.  Plain code begins at
+    the first line with a definition or an import and ends at the last line up to which it is valid
+    Python.
     """
     text = after_thinking(text)
     blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, {""}):
         for language, content in reversed(blocks):
             if language.lower() in languages and content.strip():
-                return str(content)
+                return _program(content)
     return None if blocks else _plain_code(text)
+
+
+def _program(content: str) -> str:
+    """Return the content of a block without the indentation of a list or a fence in its last line.
+
+    Content that is valid Python, or is not in any of these ways, stays as it is.
+    """
+    closed = re.split(r"```[ \t]*$", content, maxsplit=1, flags=re.MULTILINE)[0]
+    for program in (content, textwrap.dedent(content), textwrap.dedent(closed)):
+        if _parse(program) is not None:
+            return program
+    return content
 
 
 def _plain_code(text: str) -> str | None:
@@ -62,19 +77,19 @@ def _plain_code(text: str) -> str | None:
     ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
     for end in ends:
         code = "\n".join(lines[:end])
-        if _is_python(code):
+        if _parse(code) is not None:
             return code
     return None
 
 
-def _is_python(source: str) -> bool:
+def _parse(source: str) -> ast.Module | None:
+    """Return None for what is not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in generated code
-            ast.parse(source)
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        return None
 
 
 def grade_code(text: str, problem: EvalProblem) -> bool:
@@ -222,9 +237,20 @@ def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
     function = problem.meta["function"]
     for tests in (problem.meta["public"], problem.meta["private"]):
         for given, expected in read_tests(tests):
-            if not _passes(PRELUDE + program, function, given, expected):
+            if not _passes(_with_prelude(program), function, given, expected):
                 return False
     return True
+
+
+def _with_prelude(program: str) -> str:
+    """Return the program behind ``PRELUDE``, which comes after its imports from ``__future__``."""
+    lines = program.split("\n")
+    parsed = _parse(program)
+    after = 0
+    for node in parsed.body if parsed else ():
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            after = node.end_lineno or 0
+    return "\n".join([*lines[:after], PRELUDE, *lines[after:]])
 
 
 def _passes(program: str, function: str | None, given: str, expected: str) -> bool:

@@ -58,8 +58,8 @@ def parse_ifeval(row: dict[str, Any], where: str) -> ParsedRow:
     prompt = text_field(row, "prompt", where)
     names = row.get("instruction_id_list", [])
     arguments = row.get("kwargs", [])
-    is_complete = prompt.strip() and names and isinstance(arguments, list)
-    if not is_complete or len(names) != len(arguments):
+    are_lists = isinstance(names, list) and isinstance(arguments, list)
+    if not (prompt.strip() and are_lists and names and len(names) == len(arguments)):
         raise ValueError(
             f"{where}: it needs a prompt, and as many kwargs as there are names in "
             "instruction_id_list"
@@ -67,10 +67,10 @@ def parse_ifeval(row: dict[str, Any], where: str) -> ParsedRow:
     meta = {
         "problem": prompt,
         "instructions": names,
-        "arguments": [dict(each or {}) for each in arguments],
         "checkers": version(_checkers().__name__.partition(".")[0]),
     }
     try:
+        meta["arguments"] = [dict(each or {}) for each in arguments]
         _follows("", meta)
     except Exception as error:  # whatever a checker raises for arguments that are not its own
         raise ValueError(

@@ -39,6 +39,13 @@ def test_right_programs_pass(name: str, isolation: Isolation) -> None:
     assert (verdict.passed, verdict.reason, verdict.detail) == (True, "passed", "")
 
 
+@pytest.mark.parametrize("isolation", ["bubblewrap", "Landlock"], indirect=True)
+def test_a_set_has_the_same_order_in_every_process(isolation: Isolation) -> None:
+    """The test of the judge and the program are two processes: they agree on the order."""
+    program = "def f(): return [*set('abcdefgh')]"
+    assert run_tests(program, ["assert f() == [*set('abcdefgh')]"]).passed
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [

@@ -28,7 +28,11 @@ Load = Callable[..., list[EvalProblem]]
         ("```bash\nls\n```\n```\nx = 1\n```", "x = 1\n"),
         ("```Python\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1", "x = 1"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("- Like this:\n\n  ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("1. ```python\n   x = 1\n   ```\nDone.", "x = 1\n"),
+        ("**The code:** ```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("A ```python``` block:\n```\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```python\nx = 1```\nThis works.", "x = 1"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
         ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
@@ -117,6 +121,8 @@ def test_methods_of_solution(load: Load) -> None:
     # typing and other modules are there without an import
     assert passes(problem, HEAD + "return tuple(nums[k:])")
     assert passes(problem, "def pair(nums, k):\n    return list(islice(nums, k, None))")
+    future = "'Doc.'\nfrom __future__ import annotations\n"
+    assert passes(problem, f"{future}{HEAD}return nums[k:]")
     assert not passes(problem, HEAD + "return nums")
     assert not passes(problem, "class Solution:\n    pass")
 

@@ -270,6 +270,8 @@ def test_instructions(load: Load) -> None:
         (instructions(("punctuation:no_comma", {"words": 3})), "no_comma: TypeError"),
         (instructions(("punctuation:no_comma", {}), kwargs=[]), "as many kwargs as"),
         (instructions(("punctuation:no_comma", {}), prompt=""), "it needs a prompt"),
+        (instructions(("punctuation:no_comma", {}), kwargs=[5]), "no_comma: TypeError"),
+        (instructions(("punctuation:no_comma", {}), instruction_id_list=5), "it needs a prompt"),
     ],
 )
 def test_broken_instructions_are_named(load: Load, row: dict[str, Any], message: str) -> None:

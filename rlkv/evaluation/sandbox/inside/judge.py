@@ -99,7 +99,7 @@ class Program(dict[str, Any]):
         requests, to_worker = os.pipe()
         from_worker, replies = os.pipe()
         ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]
-        self.pid = os.posix_spawn(command[0], command, {}, file_actions=ends, setsigmask=[])
+        self.pid = os.posix_spawn(command[0], command, os.environ, file_actions=ends, setsigmask=[])
         os.close(requests)
         os.close(replies)
         self.requests = os.fdopen(to_worker, "w", buffering=1)
