@@ -113,7 +113,8 @@ def run_filter_job() -> None:
     from rlkv.data.filter import STATUSES, FilterConfig, run_filter
     from rlkv.utils.runtime import leave_launcher
 
-    config = parse(FilterConfig, FILTER).of_process(*leave_launcher())
+    config = parse(FilterConfig, FILTER)
+    config = config.of_process(*leave_launcher(config.device))
     result = run_filter(config)
     if result.report is None:
         total = config.shard.partition("/")[2]
@@ -131,15 +132,20 @@ def run_filter_job() -> None:
 
 
 def run_eval(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate, and print the report."""
+    """Evaluate, and print the report; of several processes the last one to finish does."""
     from rlkv.evaluation.eval_report import write_report
     from rlkv.evaluation.evaluate import EvalConfig, evaluate
 
     config = parse(EvalConfig, EVAL, arguments)
     done = evaluate(config)
-    if done is not None:
-        write_report(config.output_dir, done)
-        print((config.output_dir / "report.md").read_text(encoding="utf-8"))
+    if done is None:
+        print(
+            "This share is complete. The last process to finish writes the report; if one of them "
+            "failed, run the same command again."
+        )
+        return
+    write_report(config.output_dir, done)
+    print((config.output_dir / "report.md").read_text(encoding="utf-8"))
 
 
 def run_study_job() -> None:

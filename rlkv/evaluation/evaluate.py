@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rlkv.cache import CacheSettings
@@ -45,6 +42,7 @@ from rlkv.models.loading import load_config
 from rlkv.models.prompts import DEFAULT_TEMPLATE
 from rlkv.models.shape import ModelShape, max_positions
 from rlkv.utils.progress import ProgressBar, progress_bar
+from rlkv.utils.runtime import leave_launcher
 from rlkv.utils.store import Row, check_results, iter_shards, shard_file
 from rlkv.vllm.plugin import check_vllm_options
 from rlkv.vllm.settings import check_temperature
@@ -54,50 +52,6 @@ RANDOM_HEADS = "random-heads"
 OF_FULL = "full:"  # before a policy that evicts from the full heads
 RESULTS = "results.json"
 REPORTS = ("report.html", "report.md")  # with a plot for each task
-WAIT = timedelta(days=2)  # shares may end far apart; a process that died is noticed at once
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process, ``rank`` of ``count``, and the ``device`` that it loads the model on."""
-
-    rank: int
-    count: int
-    device: str
-
-    def wait_for_all(self) -> None:
-        """Wait until every process has come here, once.
-
-        Raises:
-            ValueError: if one of them ended before.
-        """
-        if self.count == 1:
-            return
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            raise ValueError(
-                "another process of this run ended before its share was done: its output says why; "
-                "finished rows are kept: run the same command again to resume"
-            ) from error
-        dist.destroy_process_group()
-
-
-def join_processes(device: str) -> Processes:
-    """Join the processes that torchrun or ``accelerate launch`` started, if there are others.
-
-    With ``device`` ``auto`` or ``cuda`` each of several processes has a GPU of its own where there
-    are GPUs.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        return Processes(0, 1, device)
-    # only the end is waited for: gloo notices closed connections, nccl waits for its timeout
-    dist.init_process_group("gloo", timeout=WAIT)
-    if device in ("auto", "cuda") and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return Processes(rank, count, device)
 
 
 @dataclass(frozen=True)
@@ -356,11 +310,11 @@ class EvalConfig(SamplingOptions, TaskOptions):
         number_for("", self.num_samples, "--num-samples")
         check_vllm_options(self.engine, self.device, self.kv_gib)
 
-    def load_for(self, device: str) -> TransformersModel | VLLMModel:
-        """Load the model for the engine; transformers takes it to ``device``."""
+    def load_engine(self) -> TransformersModel | VLLMModel:
+        """Load the model for the engine."""
         if self.engine == "vllm":
             return VLLMModel(self.model, self.dtype, self.batch_size, self.kv_gib)
-        return TransformersModel(*replace(self, device=device).load(), self.batch_size)
+        return TransformersModel(*self.load(), self.batch_size)
 
     def rows_folder(self, task: str, method: CompressionMethod) -> Path:
         """Return where the rows of a method on a task are."""
@@ -415,7 +369,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
     """Decode and grade what the output folder does not hold yet.
 
     Returns:
-        The evaluation; None in all processes of a run but the first.
+        The evaluation; None while other processes of the run are at work.
     """
     reports = (*REPORTS, *map(plot_name, config.tasks))
     check_results(config.output_dir, RESULTS, reports, ("config", "results"))
@@ -431,7 +385,7 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         check_vllm(config, methods, rankings, cache)
     template = config.chosen_template(rankings.values())
     loaded = config.problems(template)
-    processes = join_processes(config.device)  # before the model, which takes long to load
+    rank, processes = leave_launcher(config.device)
     settings = {}
     for task, _ in loaded:
         settings[task.name] = RunSettings(
@@ -440,11 +394,11 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
             num_samples=config.samples_of(task),
             batch_size=config.batch_size,
             rule=config.rule,
-            rank=processes.rank,
-            ranks=processes.count,
+            rank=rank,
+            ranks=processes,
             stop_repetitive=config.stop_repetitive,
         )
-    model = config.load_for(processes.device)
+    model = config.load_engine()
     allocations = [method.allocation(model.config, rankings, config.seed) for method in methods]
     rendered = {task.name: render_problems(task, found, model.tokenizer) for task, found in loaded}
     most = max_positions(model.config)
@@ -459,25 +413,25 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         with decoding as decoder:
             for name, problems in rendered.items():
                 title = f"{name} {method.name}"
-                if processes.count > 1:
-                    title += f" (process 0 of {processes.count})"
+                if processes > 1:
+                    title += f" (process 0 of {processes})"
                 folder = config.rows_folder(name, method)
-                with progress_bar(title, "texts", disable=processes.rank > 0) as bar:
+                with progress_bar(title, "texts", disable=rank > 0) as bar:
                     run_method(
                         decoder,
                         problems,
                         replace(settings[name], cache=own_cache),
-                        shard_file(folder, ROWS, processes.rank, processes.count),
+                        shard_file(folder, ROWS, rank, processes),
                         partial(_show, bar),
                     )
-    processes.wait_for_all()
-    if processes.rank > 0:
-        return None
     rows = {}
     for (task, found), method in product(loaded, methods):
         folder = config.rows_folder(task.name, method)
         number = settings[task.name].num_samples
-        rows[task.name, method.name] = _read_rows(folder, found, number)
+        written = _read_rows(folder, found, number)
+        if written is None:
+            return None
+        rows[task.name, method.name] = written
     chosen = {
         "protect_prompt": cache.protect_prompt,
         "sink": cache.sink,
@@ -486,17 +440,23 @@ def evaluate(config: EvalConfig) -> Evaluation | None:
         "dtype": model.dtype,
         "max_new_tokens": {task: own.sampling.max_new_tokens for task, own in settings.items()},
         "num_samples": {task: own.num_samples for task, own in settings.items()},
-        "processes": processes.count,
+        "processes": processes,
     }
     if any(task.kind == "code" for task, _ in loaded):
         chosen["sandbox"] = isolation()
     return Evaluation(methods, rows, asdict(config) | chosen)
 
 
-def _read_rows(folder: Path, problems: list[EvalProblem], number: int) -> list[dict[str, Any]]:
+def _read_rows(
+    folder: Path, problems: list[EvalProblem], number: int
+) -> list[dict[str, Any]] | None:
+    """Return the rows of a method on a task; None if some are still missing."""
     shards = iter_shards(folder, ROWS, KEY)
     written = {(row["key"], row["sample"]): row for row in shards}
-    return [written[problem.id, sample] for problem, sample in product(problems, range(number))]
+    units = [(problem.id, sample) for problem, sample in product(problems, range(number))]
+    if not written.keys() >= set(units):
+        return None
+    return [written[unit] for unit in units]
 
 
 def _show(bar: ProgressBar, done: int, total: int, accuracy: float) -> None:

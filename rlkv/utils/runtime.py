@@ -79,11 +79,11 @@ def require(module: str, extra: str) -> ModuleType:
         ) from None
 
 
-def leave_launcher() -> tuple[int, int]:
+def leave_launcher(device: str) -> tuple[int, int]:
     """Return ``(rank, number of processes)``; (0, 1) if this one was started alone.
 
     From then on it counts as started alone, and sees one GPU, that of its local rank: to be called
-    before CUDA starts.
+    before CUDA starts.  With ``device`` "cpu" GPUs do not matter.
 
     Raises:
         ValueError: if there are fewer GPUs, or CUDA_VISIBLE_DEVICES names fewer, than processes on
@@ -94,7 +94,7 @@ def leave_launcher() -> tuple[int, int]:
     count = int(found["WORLD_SIZE"] or 1)
     local = int(found["LOCAL_RANK"] or 0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count > 1 and visible != "":  # empty: no GPU is to be used
+    if count > 1 and device != "cpu" and visible != "":  # empty: no GPU is to be used
         import torch
 
         own = map(str, range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""Evaluations that are killed at random moments, and two real processes (gloo)."""
+"""Evaluations that are killed at random moments, and two real processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,6 @@ METHODS = ("full", "random-heads@0.5+rkv@40:buffer=8")
 OPTIONS = ["--methods", *METHODS, "--limit", "10", "--max-new-tokens", "50", "--batch-size", "3"]
 OPTIONS += ["--device", "cpu"]
 KILLS = 10
-DIES = """
-import os
-from rlkv.evaluation.evaluate import join_processes
-processes = join_processes("cpu")
-if processes.rank == 1:
-    os._exit(7)
-try:
-    processes.wait_for_all()
-except ValueError as error:
-    print(error)
-"""
 
 
 def rows(folder: Path, method: str, name: str = "rows-*.jsonl") -> list[dict[str, Any]]:
@@ -63,13 +52,6 @@ def test_two_processes_write_the_rows_of_one(tmp_path: Path) -> None:
     evaluate(["--output-dir", str(two), *OPTIONS])
     assert [len(rows(two, method, "rows-0-of-1.jsonl")) for method in METHODS] == [0, 3]
     assert results(two)["results"] == results(tmp_path / "one")["results"]
-
-
-def test_a_dead_process_is_noticed_by_the_others(tmp_path: Path) -> None:
-    (tmp_path / "dies.py").write_text(DIES)
-    (survivor, text), (dead, _) = warm.run_ranks([tmp_path / "dies.py"], tmp_path / "streams")
-    assert (survivor, dead) == (0, 7)
-    assert "another process of this run ended before its share was done" in text
 
 
 def test_killed_evaluations_end_in_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:

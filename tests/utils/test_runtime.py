@@ -51,9 +51,9 @@ def test_each_has_the_gpu_of_its_local_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: str | None, found: int, own: str
 ) -> None:
     launched(monkeypatch, gpus, found)
-    assert leave_launcher() == (6, 8)
+    assert leave_launcher("auto") == (6, 8)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
-    assert leave_launcher() == (0, 1)
+    assert leave_launcher("auto") == (0, 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
 
 
@@ -61,7 +61,9 @@ def test_each_has_the_gpu_of_its_local_rank(
 def test_too_few_gpus_are_named(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
     launched(monkeypatch, gpus, found=2)
     with pytest.raises(ValueError, match=r"no GPU for process 2.*start 2"):
-        leave_launcher()
+        leave_launcher("auto")
+    launched(monkeypatch, gpus, found=2)
+    assert leave_launcher("cpu") == (6, 8)
 
 
 # --- every way to a GPU leaves cuDNN's attention out
