@@ -59,10 +59,10 @@ def load_pool(config: DrawConfig) -> list[Problem]:
             f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}"
         )
     low, high = (MIN_STEPS, MAX_STEPS) if config.steps is None else parse_range(config.steps)
+    count = config.num_problems or DRAWN
     if source == TINY:
-        drawn = tiny_problems(config.num_problems or DRAWN, config.seed, low, high)
+        drawn = tiny_problems(count, config.seed, low, high)
     else:
-        count = config.num_problems or DRAWN
         drawn = smol_problems(count, config.seed, low, high, config.held_out_names)
     return [Problem(**problem) for problem in drawn[: config.limit]]
 

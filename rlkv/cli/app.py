@@ -15,7 +15,6 @@ import io
 import json
 import logging
 import os
-import re
 import select
 import sys
 import types
@@ -44,7 +43,6 @@ from rlkv.utils.runtime import check_switches
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # a part of the package
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
-HOME = re.compile(r"^(--[\w-]+=|)~(?=/)")
 T = TypeVar("T")
 OTHERS = "others"  # the group of options that --help does not show
 
@@ -314,7 +312,8 @@ def _as_arguments(values: Mapping[str, Any], overridden: Collection[str]) -> lis
         elif isinstance(value, list):
             arguments += [f"--{option}", *map(str, value)]
         else:
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            # no shell replaces "~/" in YAML
+            text = json.dumps(value) if isinstance(value, dict) else os.path.expanduser(str(value))
             arguments.append(f"--{option}={text}")
     return arguments
 
@@ -379,8 +378,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
             raise ValueError(f"{option} needs a value: write {option}=VALUE")
         for value in values:
             _check_value(option, value, hint)
-    # no shell replaces it in YAML, nor behind "--name="
-    return [HOME.sub(rf"\g<1>{Path.home()}", argument) for argument in found]
+    return found
 
 
 def _check_value(option: str, given: str, hint: Any) -> None:

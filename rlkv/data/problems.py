@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HUB_DATASET = "agentica-org/DeepScaleR-Preview-Dataset"
 SUFFIXES = (".jsonl", ".parquet")
-DRAWN = 400  # problems of tiny and smol, unless their number is given
+DRAWN = 400  # new problems, unless their number is given
 _ADVICE = (
     "pass a local file with --input FILE.jsonl (or .parquet) and a local model with --model "
     "FOLDER, or take the built-in model and its problems with --model tiny"
@@ -54,7 +54,7 @@ def load_problems(
     elif num_problems is not None:
         raise ValueError(
             f"--num-problems {num_problems} belongs to new problems of tiny and smol, not to "
-            f"{source}: give --limit"
+            f"{source}: leave it out, also of --config, and give --limit"
         )
     else:
         loaded = [parse_problem(row, where) for where, row in read_rows(source)]

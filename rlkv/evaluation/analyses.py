@@ -100,9 +100,10 @@ def run_study(config: StudyConfig) -> None:
         "conditions": measured,
     }
     write_json(folder / "results.json", content)
-    files = {}
+    files: dict[str, list[Path]] = {}
     for each in measured:
-        files[each["rows"]] = [folder / "rows" / each["rows"]]
+        name = f"{each['task']} {each['requested_as'][0]}"
+        files.setdefault(name, []).append(folder / "rows" / each["rows"])
     unlike = name_unlike_rows(files)
     write_origin(page, content, unlike)
     page.write_report(folder)

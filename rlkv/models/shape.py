@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +73,19 @@ def same_model(first: str, second: str) -> bool:
     """Return whether two names mean one model; for a folder and a hub id the last part decides."""
     if first == second:
         return True
-    paths = [find_gguf(name) or Path(name).expanduser() for name in (first, second)]
+    paths = [Path(os.path.expanduser(name)) for name in (first, second)]
     local = [path for path in paths if path.exists()]
     if len(local) == 2:
-        return paths[0].samefile(paths[1])
+        return _weights(local[0]).samefile(_weights(local[1]))
     return bool(local) and paths[0].absolute().name == paths[1].absolute().name
+
+
+def _weights(path: Path) -> Path:
+    """Return the GGUF file that a folder stands for, else the path itself."""
+    try:
+        return find_gguf(str(path)) or path
+    except ValueError:  # several files: the folder stands for none of them
+        return path
 
 
 def max_positions(config: Any) -> int:

@@ -159,7 +159,7 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     for folder in ("mine", "a/Model", "b/Model"):
         Path(folder).mkdir(parents=True)
-    for file in ("mine/x.gguf", "a/x.gguf", "a/y.gguf", "a/Model/config.json"):
+    for file in ("mine/x.gguf", "a/x.gguf", "a/y.gguf", "a/Model/x.gguf"):
         Path(file).touch()
     names = ["tiny", "./mine/", "owner/Model"]
     assert [short_name(name) for name in names] == ["tiny", "mine", "Model"]
@@ -169,6 +169,11 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("mine", "mine/x.gguf", True),
         ("mine", "a/x.gguf", False),
         ("a/x.gguf", "a/y.gguf", False),
+        ("a", "a/x.gguf", False),
+        ("mine/x.gguf", "/elsewhere/x.gguf", True),
+        ("mine/x.gguf", "/elsewhere/y.gguf", False),
+        ("~nobody/x", "mine", False),
+        ("/elsewhere/Model", "a/Model", True),
         ("owner/Model", "a/Model", True),
         ("a/Model", "b/Model", False),
         ("owner/Model", "other/Model", False),

@@ -217,6 +217,8 @@ def test_logprobs_are_those_of_the_tempered_distribution() -> None:
     rows = Rows(IDS, list(range(5)), 0)
     found = list(roll_out(model, rows, sampling, [2, 17], 0, max_rows=3))
     assert len(found) == 5
+    others = roll_out(model, Rows(IDS, list(range(5)), 1), sampling, [2, 17], 0, max_rows=3)
+    assert {tuple(row.token_ids) for row in others} != {tuple(row.token_ids) for row in found}
     for row in found:
         prompt = IDS[row.index]
         logits = model(torch.tensor([prompt + row.token_ids])).logits[0, len(prompt) - 1 : -1]

@@ -55,7 +55,7 @@ READABLE = {
 DEVICES = ["/dev/null", "/dev/urandom"]
 INSIDE = os.path.join(os.path.dirname(__file__), "inside")
 # no site-packages, nothing of the current folder
-PYTHON = [os.path.realpath(sys.executable), "-s", "-P", "-S", "-X", "utf8", "-c"]
+PYTHON = [os.path.realpath(sys.executable), "-P", "-S", "-X", "utf8", "-c"]
 # all of it; with another seed each time the order of a set, and so a verdict, would change
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 START = (

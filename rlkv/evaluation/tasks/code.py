@@ -29,12 +29,15 @@ TEMPLATE = (
     "your answer."
 )
 MAX_TRIMMED_LINES = 60
-# language and content; a fence with a language opens a block even within one that was not closed,
-# and one of Python also behind other words of its line (of a list or a heading)
+# language and content; a fence with a language opens a block even within one that was not closed
 _BLOCK = re.compile(
-    r"(?:^[ \t]*|(?<!`)(?=```(?:[Pp]ython3?|py)[ \t]*$))```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*(?:\n|\Z)"
     r"(.*?)(?:^[ \t]*```[ \t]*+(?![\w+-])[^\n]*$|(?=^[ \t]*```)|\Z)",
     re.MULTILINE | re.DOTALL,
+)
+# content of a block of Python that begins behind other words of its line (of a list or a heading)
+_BEHIND_WORDS = re.compile(
+    r"(?<!`)```(?:[Pp]ython3?|py)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 _PYTHON = {"python", "python3", "py"}
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
@@ -43,18 +46,27 @@ _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MUL
 def extract_code(text: str) -> str | None:
     """Return the program in a completion, or None.
 
-    The last Python block, else the last block without a language, else plain code.  A block that
-    the text never closes ends with the text; one in a list is not indented.  Plain code begins at
-    the first line with a definition or an import and ends at the last line up to which it is valid
-    Python.
+    The last Python block, else the last one behind other words of a line that is valid Python, else
+    the last block without a language, else plain code.  A block that the text never closes ends
+    with the text; one in a list is not indented.  Plain code begins at the first line with a
+    definition or an import and ends at the last line up to which it is valid Python.
     """
     text = after_thinking(text)
     blocks = _BLOCK.findall(text)
-    for languages in (_PYTHON, {""}):
-        for language, content in reversed(blocks):
-            if language.lower() in languages and content.strip():
-                return _program(content)
+    found = _last(content for language, content in blocks if language.lower() in _PYTHON)
+    if found is None:
+        behind = map(_program, _BEHIND_WORDS.findall(text))
+        found = _last(program for program in behind if _parse(program) is not None)
+    if found is None:
+        found = _last(content for language, content in blocks if not language)
+    if found is not None:
+        return _program(found)
     return None if blocks else _plain_code(text)
+
+
+def _last(contents: Iterable[str]) -> str | None:
+    """Return the last one that is not blank."""
+    return next((content for content in reversed([*contents]) if content.strip()), None)
 
 
 def _program(content: str) -> str:
@@ -62,7 +74,7 @@ def _program(content: str) -> str:
 
     Content that is valid Python, or is not in any of these ways, stays as it is.
     """
-    closed = re.split(r"```[ \t]*$", content, maxsplit=1, flags=re.MULTILINE)[0]
+    closed = re.split(r"```[ \t\r]*$", content, maxsplit=1, flags=re.MULTILINE)[0]
     for program in (content, textwrap.dedent(content), textwrap.dedent(closed)):
         if _parse(program) is not None:
             return program
@@ -234,10 +246,11 @@ def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
     program = extract_code(text)
     if program is None:
         return False
+    program = _with_prelude(program)
     function = problem.meta["function"]
     for tests in (problem.meta["public"], problem.meta["private"]):
         for given, expected in read_tests(tests):
-            if not _passes(_with_prelude(program), function, given, expected):
+            if not _passes(program, function, given, expected):
                 return False
     return True
 

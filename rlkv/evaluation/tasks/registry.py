@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from rlkv.data.problems import SUFFIXES, read_rows, text_field
+from rlkv.data.problems import DRAWN, SUFFIXES, read_rows, text_field
 from rlkv.evaluation.tasks.base import EvalProblem, EvalTask, HubData, ParsedRow, Row
 from rlkv.evaluation.tasks.choice import CHOICE
 from rlkv.evaluation.tasks.code import CODE
@@ -67,6 +67,7 @@ def parse_ifeval(row: dict[str, Any], where: str) -> ParsedRow:
     meta = {
         "problem": prompt,
         "instructions": names,
+        "arguments": arguments,
         "checkers": version(_checkers().__name__.partition(".")[0]),
     }
     try:
@@ -95,7 +96,6 @@ IFEVAL = EvalTask(
 _TASKS = (*MATHS, *CODE, *CHOICE, IFEVAL)
 TASKS = MappingProxyType({task.name: task for task in _TASKS})
 assert len(TASKS) == len(_TASKS), "two tasks have one name"
-DRAWN = 400  # problems of a task without data
 
 
 def find_task(name: str) -> EvalTask:
