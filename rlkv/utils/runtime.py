@@ -83,7 +83,7 @@ def leave_launcher(device: str) -> tuple[int, int]:
     """Return ``(rank, number of processes)``; (0, 1) if this one was started alone.
 
     From then on it counts as started alone, and sees one GPU, that of its local rank: to be called
-    before CUDA starts.  With ``device`` "cpu" GPUs do not matter.
+    before CUDA starts.  A ``device`` other than "auto" and "cuda" is left to all of them.
 
     Raises:
         ValueError: if there are fewer GPUs, or CUDA_VISIBLE_DEVICES names fewer, than processes on
@@ -94,11 +94,14 @@ def leave_launcher(device: str) -> tuple[int, int]:
     count = int(found["WORLD_SIZE"] or 1)
     local = int(found["LOCAL_RANK"] or 0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count > 1 and device != "cpu" and visible != "":  # empty: no GPU is to be used
+    # empty: no GPU is to be used
+    if count > 1 and device in ("auto", "cuda") and visible != "":
         import torch
 
-        own = map(str, range(torch.cuda.device_count()))
-        gpus = list(own) if visible is None else visible.split(",")
+        if visible is None:
+            gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
+        else:
+            gpus = visible.split(",")
         if gpus and local >= len(gpus):
             raise ValueError(
                 f"there is no GPU for process {local} of this machine: start {len(gpus)} processes"

@@ -46,17 +46,18 @@ _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MUL
 def extract_code(text: str) -> str | None:
     """Return the program in a completion, or None.
 
-    The last Python block, else the last one behind other words of a line that is valid Python, else
-    the last block without a language, else plain code.  A block that the text never closes ends
-    with the text; one in a list is not indented.  Plain code begins at the first line with a
-    definition or an import and ends at the last line up to which it is valid Python.
+    The last Python block, else the last one behind other words of a line that is valid Python with
+    a definition or an import, else the last block without a language, else plain code.  A block
+    that the text never closes ends with the text; one in a list is not indented.  Plain code begins
+    at the first line with a definition or an import and ends at the last line up to which it is
+    valid Python.
     """
     text = after_thinking(text)
     blocks = _BLOCK.findall(text)
     found = _last(content for language, content in blocks if language.lower() in _PYTHON)
     if found is None:
         behind = map(_program, _BEHIND_WORDS.findall(text))
-        found = _last(program for program in behind if _parse(program) is not None)
+        found = _last(code for code in behind if _CODE_LINE.search(code) and _parse(code))
     if found is None:
         found = _last(content for language, content in blocks if not language)
     if found is not None:
