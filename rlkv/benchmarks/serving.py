@@ -30,7 +30,7 @@ from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import hardware_line
 from rlkv.vllm.plugin import check_installed, installed_version
-from rlkv.vllm.settings import EVICTIONS, VARIABLES
+from rlkv.vllm.settings import CHECK, EVICTIONS, VARIABLES
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the steps are taken here
@@ -38,8 +38,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-# the first would replace the pool that is asked for, the others add the plugin to the stock engine
-REMOVED = ("VLLM_CPU_KVCACHE_SPACE", *VARIABLES.values())
+# the first would replace the pool that is asked for, the second slows the plugin's steps, the
+# others add it to the stock engine
+REMOVED = ("VLLM_CPU_KVCACHE_SPACE", CHECK, *VARIABLES.values())
 # settings of the plugin by the way in which compressible heads are served
 WAYS: dict[str, Any] = {"exact": {}, "aligned": {"aligned_windows": True}, "keep": {"mode": "keep"}}
 COLUMNS = {
@@ -318,7 +319,7 @@ def run_serving(config: ServingConfig) -> None:
     check_installed()
     modes = []
     for sparsity in config.sparsities:
-        for way in dict.fromkeys(config.ways):
+        for way in config.ways:
             modes.append(Mode(sparsity, way=way))
         if config.eviction:
             modes.append(Mode(sparsity, config.eviction))

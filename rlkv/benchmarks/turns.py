@@ -27,7 +27,7 @@ COMPARED = 2  # steps of which the outputs are kept
 LEAST_ENTRIES = 128  # what policies need to choose from
 # in the place of options that are at their defaults
 QUICK: dict[str, Any] = {"batches": (1, 2), "contexts": (256, 1024), "new_tokens": 128}
-QUICK |= {"rounds": 2, "seconds": 0.5}
+QUICK |= {"rounds": 2, "seconds": 0.5, "methods": (FULL, "random-heads@0.5", "rkv@64")}
 QUICK |= {"layers": 4, "hidden": 256, "intermediate": 682, "vocabulary": 512}
 
 # options that a measurement does not read; "": of a model's steps
@@ -35,16 +35,16 @@ _OF_TEXTS = ("methods", "memory_gib", "prompt_tokens", "new_tokens")
 UNREAD: dict[str, tuple[str, ...]] = {
     "": _OF_TEXTS,
     "layer": (*_OF_TEXTS, "layers", "hidden", "intermediate", "vocabulary"),
-    "eviction": (*_OF_TEXTS, "sparsities", "seconds"),
+    "eviction": (*_OF_TEXTS, "sparsities", "seconds", "sink", "window"),
     "texts": ("contexts", "sparsities", "seconds", "max_steps"),
 }
 
 
 def check_sparsities(sparsities: Sequence[float], is_share: list[bool], wanted: str) -> None:
     """Raise ``ValueError`` if not all ``is_share``, or one is given twice."""
-    if not all(is_share) or len(set(sparsities)) != len(sparsities):
-        shown = " ".join(f"{sparsity:g}" for sparsity in sparsities)
-        raise ValueError(f"--sparsities {shown}: give each once, {wanted}")
+    shown = [f"{sparsity:g}" for sparsity in sparsities]
+    if not all(is_share) or len(set(shown)) != len(shown):
+        raise ValueError(f"--sparsities {' '.join(shown)}: give each once, {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)

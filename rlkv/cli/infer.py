@@ -114,7 +114,8 @@ def _streamed(session: InferSession, decode: Callable[[OnText], Reply], message:
 def _cut(completion: Completion) -> str:
     if completion.finish_reason != "length":
         return ""
-    return f", cut at {len(completion.token_ids)} tokens (--max-new-tokens or the model's limit)"
+    limit = "--max-new-tokens, its default or the model's limit"
+    return f", cut at {len(completion.token_ids)} tokens ({limit})"
 
 
 def _answer(session: InferSession, prompt: str) -> None:

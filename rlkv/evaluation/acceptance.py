@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +40,7 @@ from rlkv.inference.compress import check_servable
 from rlkv.models.layout import CHUNKED, FULL, SLIDING, Layout
 from rlkv.models.loading import cache_argument
 from rlkv.utils.progress import ProgressBar, progress_bar
-from rlkv.utils.runtime import commit, digest_of, library_facts
+from rlkv.utils.runtime import commit, digest_of, hardware_line, library_facts
 from rlkv.utils.store import Row, open_store
 
 # tokens that are drafted at once: bounds their logits, 160 MB with a vocabulary of 150,000
@@ -140,6 +141,11 @@ def with_text(found: Iterable[Condition], place: int) -> list[Condition]:
     return [of for of in found if of.part is None or place % of.part[1] == of.part[0]]
 
 
+def acceptance_file(folder: Path, task: str) -> Path:
+    """Return where the rows of a task are in the folder of a study."""
+    return folder / "rows" / f"acceptance-{task.replace(':', '_')}.jsonl"
+
+
 def measure_acceptance(study: Study) -> None:
     """Measure on every text what is not in the rows yet, and note all in ``study.accepted``."""
     with progress_bar("acceptance", "texts", sum(map(len, study.problems.values()))) as bar:
@@ -158,8 +164,9 @@ def _measure_task(study: Study, bar: ProgressBar, task: str) -> None:
         **facts_of(study.model, study.tokenizer),
         "libraries": library_facts(),
     }
-    file = study.config.output_dir / "rows" / f"acceptance-{task.replace(':', '_')}.jsonl"
-    with open_store(file, settings, KEY, {"commit": commit()}) as store:
+    file = acceptance_file(study.config.output_dir, task)
+    recorded = {"commit": commit(), "hardware": hardware_line()}
+    with open_store(file, settings, KEY, recorded) as store:
         for place, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
             own = with_text(wanted, place)
             missing = [of for of in own if (problem.key, of.key) not in store.done]

@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from rlkv.evaluation.acceptance import acceptance, check_drafts, measure_acceptance
+from rlkv.evaluation.acceptance import (
+    acceptance,
+    acceptance_file,
+    check_drafts,
+    measure_acceptance,
+)
 from rlkv.evaluation.measurements import Ranking, accuracy_of, agreement, compare, mean_scores
 from rlkv.evaluation.metrics import mean_with_interval, near_lossless, paired_difference
 from rlkv.evaluation.published import find_published, write_published
@@ -105,8 +110,12 @@ def run_study(config: StudyConfig) -> None:
         name = f"{each['task']} {each['requested_as'][0]}"
         files.setdefault(name, []).append(folder / "rows" / each["rows"])
     unlike = name_unlike_rows(files)
+    if drafts:
+        by_task = {f"{task} acceptance": [acceptance_file(folder, task)] for task in study.tasks}
+        unlike += name_unlike_rows(by_task)
     write_origin(page, content, unlike)
     page.write_report(folder)
+    (folder / "table.md").unlink(missing_ok=True)
     if "sweep" in metrics:
         table = Page(title)
         for task, numbers in metrics["sweep"]["tasks"].items():
@@ -216,7 +225,8 @@ def write_sweep_table(study: Study, task: str, page: Page, numbers: Metrics) -> 
             rows.append([label, "100%", *cells, ""])
     for name, accuracies in numbers["sizes"].items():
         gated = " of layers with gates" if study.first.heads else ""
-        cells = [f"{accuracy_cell(of)}; {of['share']:.1%} of the bytes{gated}" for of in accuracies]
+        bytes_of = f"of the bytes{gated} at the full cache's lengths"
+        cells = [f"{accuracy_cell(of)}; {of['share']:.1%} {bytes_of}" for of in accuracies]
         rows.append([name, full, *cells, ""])
     page.table(
         ["heads", "s = 0", *levels(study.sparsities), "seconds to find"],

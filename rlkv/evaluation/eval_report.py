@@ -85,7 +85,10 @@ def summarize(
         "ci_high": accuracy.high,
         "kv_bytes": sum(row["kv_bytes"] for row in rows),
         "kv_bytes_full": sum(row["kv_bytes_full"] for row in rows),
-        "smallest_provable_difference": smallest_provable_difference(len(problems)),
+        # samples that change less than a whole problem prove smaller ones
+        "smallest_provable_difference": smallest_provable_difference(len(problems))
+        if len(rows) == len(problems)
+        else None,
         "pass_at_k": pass_at(verdicts),
         "strict": _interval(mean_with_interval([float(all(own)) for own in verdicts])),
         **_terminated(problems),
@@ -348,7 +351,7 @@ def _write_task(
 def _write_provable(page: Page, summary: Metrics) -> None:
     """Say which differences a task of this size can prove."""
     n = summary["n"]
-    least = summary["smallest_provable_difference"]
+    least = smallest_provable_difference(n)
     if least is None:
         page.paragraph(f"{n} problems are too few for a significant difference.", strong=True)
         return
@@ -358,7 +361,7 @@ def _write_provable(page: Page, summary: Metrics) -> None:
     )
     if summary["samples"] == 1:
         text += f", which is a difference of {100 * least:.1f} points"
-    coarse = least > COARSE
+    coarse = summary["samples"] == 1 and least > COARSE
     page.paragraph(text + (": this task proves little." if coarse else "."), strong=coarse)
 
 

@@ -271,6 +271,7 @@ def seeds_text(accuracy: Metrics) -> str:
 # --- plots
 
 FIXED_STYLES = {
+    FULL_CACHE: {"color": "black", "linestyle": ":", "marker": ""},
     ORACLE: {"color": "black", "linestyle": "--"},
     RANDOM: {"color": "0.55", "linestyle": "--"},
 }
@@ -278,7 +279,7 @@ WIDTH = 9.0
 HEIGHT = 4.2
 LEGEND_WIDTH = 32  # letters: names of methods with options are long
 WIDEST = 14.0  # inches of heat maps side by side
-SPARSITY = "sparsity (share of KV heads that are compressible)"
+SPARSITY = "sparsity (share of KV heads compressed)"
 ACCURACY = "greedy accuracy"
 ACCURACY_LIMITS = (-0.03, 1.03)
 Point = tuple[float, float, float, float]  # x, mean, low, high

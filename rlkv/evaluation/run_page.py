@@ -102,10 +102,13 @@ def _panel(title: str, curves: Curves, is_share: bool) -> Panel:
 def _write_figures(page: Page, records: list[dict[str, Any]], folder: Path) -> None:
     """Add a plot for each group of figures, such as ``reward/``, and range, and a table of all."""
     figures: Curves = {}
+    last = {}
     for record in records:
         for name, value in record.items():
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and name not in PLACES:
+            if not isinstance(value, int | float) or name in PLACES:
+                continue
+            last[name] = value
+            if math.isfinite(value):
                 figures.setdefault(name, []).append((record["step"], value))
     groups: dict[tuple[str, bool], Curves] = {}
     rows = []
@@ -113,7 +116,7 @@ def _write_figures(page: Page, records: list[dict[str, Any]], folder: Path) -> N
         values = [value for _, value in curve]
         is_share = min(values) >= 0 and max(values) <= 1
         groups.setdefault((name.partition("/")[0], is_share), {})[name] = curve
-        shown = (values[0], min(values), max(values), values[-1])
+        shown = (values[0], min(values), max(values), last[name])  # NaN may be the last
         rows.append([name, *(f"{value:.4g}" for value in shown)])
     for number, ((group, is_share), curves) in enumerate(groups.items()):
         panel = _panel(f"{group}, from 0 to 1" if is_share else group, curves, is_share)

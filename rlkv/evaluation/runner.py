@@ -231,7 +231,9 @@ def name_unlike_rows(files: Mapping[str, Iterable[Path]]) -> list[str]:
     for name, paths in files.items():
         for path in paths:
             for recorded in recorded_of(path) if path.stat().st_size else ():
-                facts = f"{recorded['batch_size']} texts at once, commit {recorded['commit']}"
+                facts = f"commit {recorded['commit']}"
+                if "batch_size" in recorded:
+                    facts = f"{recorded['batch_size']} texts at once, {facts}"
                 if "hardware" in recorded:
                     facts += f", {recorded['hardware']}"
                 groups.setdefault(facts, {})[name] = None

@@ -208,7 +208,7 @@ class EvictionPolicy(ABC):
         if self.budget is not None:
             return torch.full_like(seen, self.budget)
         assert self.ratio is not None
-        # float64 holds every product of a sequence length exactly enough for its floor
+        # as int(ratio * length) of Python rounds: 0.7 of 90 tokens are 62
         return (seen.double() * self.ratio).floor().long() + self.extra
 
     def capacity(self, seen: Tensor, evictions: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class H2O(EvictionPolicy):
         super().check_entries(entries)
         recent = entries // 2
         room = recent if self.variant == "rlkv_tables" else entries - recent
+        self.require(room > 0, "variant", "paper where one entry is kept: its halves hold none")
         what = f"at most {room}: half of {entries} entries are the most recent ones"
         self.require(self.sink <= room, "sink", what)
 
@@ -92,7 +93,7 @@ class RandomEviction(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
+        self.require(self.seed >= 0, "seed", "0 or more")
 
     def scores(
         self,
@@ -151,10 +152,10 @@ class RPC(EvictionPolicy):
         R: the selector window, most recent entries whose queries judge the others and which are
             always kept.
         c: compression ratio.
-        aggregation: over which query heads the mean is taken.  "all": those of the layer, so that
-            all heads keep the same tokens; "group": those of a KV head; "head": none, each query
-            head keeps its own tokens, which takes a copy of keys and values per query head (table
-            4: for comparison only).
+        aggregation: over which query heads the mean is taken.  "all": those of the layer under the
+            policy, so that they keep the same tokens; "group": those of a KV head; "head": none,
+            each query head keeps its own tokens, which takes a copy of keys and values per query
+            head (table 4: for comparison only).
         kernel: entries of the pooling window.
         observation: equals R; not an option.
     """
@@ -255,6 +256,7 @@ class SinkWindow(EvictionPolicy):
     def __post_init__(self, window: int | None) -> None:
         if window is not None:
             check_type(f"{self.name}: window", window, "int")
+            check_type(f"{self.name}: sink", self.sink, "int")
             if window < 1:
                 raise ValueError(f"{self.name}: window is {window}: it must be 1 or more tokens")
             if self.ratio is not None:
@@ -308,8 +310,8 @@ class TOVA(EvictionPolicy):
     """TOVA (arXiv 2401.06104, section 3.2): drop the entry that the last query attends to least.
 
     Score = the attention of the last query to each entry, softmax over all entries, mean over all
-    query heads of the layer: ``[B, N]``, given to every head, so that all heads of a layer keep the
-    same tokens.
+    query heads of the layer that are under the policy (without gates all of them): ``[B, N]``,
+    given to every head, so that they keep the same tokens.
     """
 
     buffer: int = 1

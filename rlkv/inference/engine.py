@@ -112,12 +112,14 @@ class InferenceEngine(HFEngine):
         on_text: OnText | None = None,
         cache: Cache | None = None,
         full: bool = False,
+        turn: int = 0,
     ) -> Reply:
         """Complete ``ids`` (the whole text so far), on top of ``cache`` if given.
 
         Args:
             on_text: called with each piece of text as it is decoded.
             full: decode with the full cache instead, uncompressed.
+            turn: of a chat; each draws other random numbers.
 
         Raises:
             ValueError: if there is nothing to complete, the cache holds as many tokens, or the text
@@ -136,7 +138,10 @@ class InferenceEngine(HFEngine):
             if isinstance(used, HeadReallocationCache):
                 used.state.limit = limit
             decoding = self._decoding(
-                sampling, lambda limit, rows: used, on_token=stream and stream.on_token
+                sampling,
+                lambda limit, rows: used,
+                rollout=turn,
+                on_token=stream and stream.on_token,
             )
             (row,) = decoding.run([ids])
             if stream is not None:
@@ -257,6 +262,7 @@ class Chat:
         self.sampling = sampling
         self.template = template
         self.restarted = 0
+        self._turns = 0
         self.reset()
 
     def reset(self) -> None:
@@ -282,11 +288,12 @@ class Chat:
         sampling = replace(self.sampling, max_new_tokens=longest)
         self.engine.check_prompts([ids], sampling)  # before the cache is touched
         try:
-            reply = self.engine.reply(ids, sampling, on_text, cache)
+            reply = self.engine.reply(ids, sampling, on_text, cache, turn=self._turns)
         except BaseException:
             self._cache = None  # holds a part of an answer that the conversation does not have
             raise
         self.restarted += self._cache is not None and cache is None
+        self._turns += 1
         self._cache = reply.cache
         self._ids = ids + reply.completion.token_ids
         self._text = text + reply.completion.text

@@ -14,7 +14,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
 from rlkv.inference.compress import resolve_allocation
 from rlkv.inference.engine import InferenceEngine
-from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions
+from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_least
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.loading import files_digest, load_config, load_model, load_tokenizer
 from rlkv.models.prompts import choose_template, render_prompt
@@ -22,9 +22,9 @@ from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, library_facts, provenance
+from rlkv.utils.runtime import digest, digest_of, library_facts, provenance
 from rlkv.utils.store import check_output, open_store
-from rlkv.verifier import is_correct
+from rlkv.verifier import has_answer, is_correct
 from rlkv.verifier.extraction import opening
 from rlkv.vllm.settings import ServingSettings, check_temperature
 
@@ -50,7 +50,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     budget: int | None = None
     """entries per head that --eviction keeps"""
     ratio: float | None = None
-    """instead of --budget: share of the text so far"""
+    """instead of --budget: share of the text so far, without a protected prompt"""
     eviction_option: tuple[str, ...] = ()
     """fields of the policy, such as variant=published lam=0.2"""
     model: str | None = None  # type: ignore[assignment]
@@ -63,7 +63,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     """where the answers to --input go; a rerun resumes"""
     template: str | None = None
     """prompt template: rlkv, boxed or plain; default: the one that the gates were trained with,
-    else rlkv
+    else rlkv (of 'smol' plain)
     """
     prefill: str | None = None  # type: ignore[assignment]
     """full, local (as in training) or published: how prompts are read; default: full, with vllm
@@ -128,6 +128,7 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
     def _check_heads(self) -> None:
         of_policy = (self.budget, self.ratio, self.eviction_option or None)
         of_window = (self.sink, self.window, self.protect_prompt)
+        check_least(self, 1, "batch_size")
         if self.eviction is None and any(value is not None for value in of_policy):
             raise ValueError(
                 "--budget, --ratio and --eviction-option need --eviction, the policy that they are "
@@ -151,9 +152,10 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
                 "('tiny' or 'smol' for a built-in model's, or one that rlkv-train wrote), or "
                 "--eviction to drop tokens in all heads"
             )
-        if self.sparsity is not None:
+        if self.sparsity is not None or self.scope != "global":
             raise ValueError(
-                "--sparsity needs --gates: without them --eviction drops tokens in all heads"
+                "--sparsity and --scope need --gates: without them --eviction drops tokens in all "
+                "heads"
             )
         if self.evict_from == "full":
             raise ValueError("--evict-from full needs --gates, which say which heads are full")
@@ -359,7 +361,6 @@ def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[
     config = session.config
     problems = session.problems
     size = session.engine.batch_size
-    assert config.input is not None
     assert config.output is not None
     settings = {
         **session.settings,
@@ -367,7 +368,7 @@ def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[
         "batch_size": size,
         "template": session.template,
         "compare_full": config.compare_full,
-        "input": digest(config.input.read_bytes()),
+        "input": digest_of(problems),
     }
     options = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     recorded = {"options": options, **provenance()}
@@ -410,14 +411,12 @@ def run_batches(session: InferSession) -> tuple[list[dict[str, Any]], int, dict[
         return store.rows, resumed, usages
 
 
-def _outcome(
-    prompt: str, answer: str | None, completion: Completion, suffix: str
-) -> dict[str, Any]:
+def _outcome(prompt: str, answer: Any, completion: Completion, suffix: str) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "output": completion.text,
         "output_tokens": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
-    if answer is not None:
+    if has_answer(answer):
         outcome["correct"] = is_correct(opening(prompt) + completion.text, answer)
     return {name + suffix: value for name, value in outcome.items()}

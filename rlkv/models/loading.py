@@ -127,7 +127,7 @@ def load_config(model: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source, local_files_only=hub_error is not None
         )
-    except (OSError, ValueError, TypeError) as error:
+    except _loading_errors() as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     return config
 
@@ -158,7 +158,6 @@ def load_model(
     Raises:
         ValueError: as :func:`load_tokenizer`, and for an unknown device or dtype.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
@@ -178,8 +177,7 @@ def load_model(
         missing = info["missing_keys"] if os.environ.get("LOCAL_RANK", "0") == "0" else ()
         if missing:  # transformers would draw them at random
             raise ValueError(f"{len(missing)} of its tensors are missing, such as {min(missing)}")
-    # ImportError: the package of a quantised checkpoint
-    except (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+    except _loading_errors() as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if source != model:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
@@ -212,8 +210,11 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
 
     source = model_source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=hub_error is not None)
-    except (OSError, ValueError, ImportError) as error:
+        # the tokenizers of mistral-common have no chat template and cannot write a prompt as text
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=hub_error is not None, mistral_format=False
+        )
+    except _loading_errors() as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if hub_error is not None:
         warnings.warn(
@@ -238,8 +239,23 @@ def _hub_error(model: str) -> str | None:
     return None if model in BUILT_IN or is_path(model) else connection_error(model, "config.json")
 
 
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """Return what transformers raises for files that it cannot load."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    # ImportError: the package of a quantised checkpoint; KeyError: a rope_scaling without its
+    # factor; StrictDataclassError: a value of config.json of another type
+    known = (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+    return (*known, SafetensorError, StrictDataclassError)
+
+
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     reason = first_line(error)
+    if isinstance(error, KeyError):
+        reason = f"it lacks {reason}"
+    if reason.endswith(":"):  # what is wrong stands on the lines below
+        reason = " ".join(str(error).split())
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
     if isinstance(error, ImportError):

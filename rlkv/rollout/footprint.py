@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rlkv.models.builtin import BUILT_IN, connection_error
 from rlkv.models.layout import Layout
-from rlkv.models.loading import is_path, model_source, resolve_device, resolve_dtype
+from rlkv.models.loading import load_config, resolve_device, resolve_dtype
 from rlkv.models.shape import PUBLISHED, ModelShape
 
 
@@ -107,14 +106,15 @@ class Footprint:
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
-        """Return the footprint of a model, or None if only the hub knows its shape.
+        """Return the footprint of a model; None if only the hub knows its shape, or if it is
+        quantised, so that its weights are smaller than the dtype says.
 
         Args:
             model: a published model, a folder, a built-in name or a hub id.
             device: where it decodes, which the dtype ``auto`` depends on.
         """
         config = _config(model)
-        if config is None:
+        if config is None or getattr(config, "quantization_config", None):
             return None
         itemsize = resolve_dtype(dtype, resolve_device(device)).itemsize
         return cls.of_config(config, model, itemsize)
@@ -192,11 +192,9 @@ def _config(model: str) -> PretrainedConfig | None:
     if model in PUBLISHED:
         values = dict(PUBLISHED[model][1])
         return AutoConfig.for_model(values.pop("model_type"), **values)
-    is_local = model in BUILT_IN or is_path(model)
-    away = not is_local and connection_error(model, "config.json") is not None
     try:
-        return AutoConfig.from_pretrained(model_source(model), local_files_only=away)
-    except (OSError, ValueError):  # loading the model says what is wrong with it
+        return load_config(model)
+    except ValueError:  # loading the model says what is wrong with it
         return None
 
 

@@ -345,7 +345,7 @@ class RolloutClient:
             now = time.monotonic()
             errors = job.errors.setdefault(first, {})
             errors.setdefault(server.number, now)
-            is_of_all = len(errors) == len(self.servers)
+            is_of_all = all(other.failing or other.number in errors for other in self.servers)
             if is_of_all and now - max(errors.values()) > self.patience:
                 raise self._gone(server, error) from error
 

@@ -216,8 +216,7 @@ def prompt_lengths(curriculum: Dataset, tokenizer: PreTrainedTokenizerBase) -> l
     Raises:
         ValueError: for a tokenizer without a chat template.
     """
-    # tokenizers of mistral-common have no such field, and write prompts all the same
-    if not getattr(tokenizer, "chat_template", True):
+    if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template, by which GRPO writes "
             "its prompts: put one into its folder as chat_template.jinja, or take --finder "

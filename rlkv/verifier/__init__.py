@@ -117,6 +117,15 @@ def _text(answer: Answer) -> str:
     return text
 
 
+def _reference(answer: Answer) -> str:
+    return _text(reference_answer(answer) if isinstance(answer, str) else answer)
+
+
+def has_answer(answer: Answer) -> bool:
+    """Return whether a right ``answer`` is given: nothing equals None, NaN, true or ""."""
+    return bool(_reference(answer))
+
+
 def _decide(answer: str, candidate: str) -> bool | Pairs:
     """Return the verdict where no algebra is needed, else pairs of which one must be equal."""
     if not answer or not candidate:
@@ -166,8 +175,7 @@ class Verifier:
         decided: list[bool] = []
         jobs: dict[int, Pairs] = {}
         for answer, candidate in pairs:
-            text = answer if not isinstance(answer, str) else reference_answer(answer)
-            verdict = _decide(_text(text), _text(candidate))
+            verdict = _decide(_reference(answer), _text(candidate))
             if not isinstance(verdict, bool):
                 jobs[len(decided)] = verdict
             decided.append(verdict is True)

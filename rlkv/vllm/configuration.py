@@ -63,7 +63,8 @@ TRANSFERS = ("nccl", "ipc", "sparse_nccl")  # of weights, through load_weights o
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
     quantised = FP8_DTYPES if feature in (KEEPING, DRAFTING) else ()
-    found = [*_unsupported(vllm_config), *_unsupported_cache(vllm_config, quantised)]
+    or_keep = "mode 'keep' or " if feature == REALLOCATION and _is_on_cpu() else ""
+    found = [*_unsupported(vllm_config), *_unsupported_cache(vllm_config, quantised, or_keep)]
     if feature != ROLLOUT:
         found += _unsupported_ranks(vllm_config)
     if feature == DRAFTING:
@@ -72,7 +73,7 @@ def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
         found += _unsupported_drafts(vllm_config)
     architecture = vllm_config.model_config.architecture
     if feature == REALLOCATION:
-        found += _unsupported_by_reallocation(vllm_config)
+        found += _unsupported_by_reallocation(vllm_config, or_keep)
     elif feature == ROLLOUT and architecture not in ARCHITECTURES:
         found.append(f"{architecture}: sample {', '.join(ARCHITECTURES)}, or with --rollout hf")
     elif feature == ROLLOUT and vllm_config.parallel_config.tensor_parallel_size != 1:
@@ -98,6 +99,13 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "context parallelism: leave out --decode-context-parallel-size and "
             "--prefill-context-parallel-size"
         )
+    if parallel.use_ubatching:  # metadata of a part of a step lack what prompts need
+        yield "microbatches: leave out --enable-dbo and --ubatch-size"
+    if _is_in_mistral_format(engine):
+        yield (
+            "the config and the tensor names of Mistral's own format: pass --config-format hf "
+            "--load-format hf"
+        )
     if engine.model_config.architecture in engine.model_config.model_class_overrides:
         yield "--model-class-overrides for this model, which takes rlkv's place: leave it out"
     if cache.sliding_window is not None:
@@ -119,6 +127,17 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=1, which VLLM_BATCH_INVARIANT=1 "
             "may switch on): set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or pass --enforce-eager"
         )
+
+
+def _is_in_mistral_format(engine: Any) -> bool:
+    """Return whether the engine reads ``params.json`` or ``consolidated*.safetensors``."""
+    from vllm.transformers_utils.repo_utils import is_mistral_model_repo
+
+    model = engine.model_config
+    formats = {str(model.config_format), str(engine.load_config.load_format)}
+    if "mistral" in formats:
+        return True
+    return "auto" in formats and is_mistral_model_repo(str(model.model), model.revision)
 
 
 def _unsupported_ranks(engine: Any) -> Iterator[str]:
@@ -178,26 +197,29 @@ def _unsupported_by_drafting(engine: Any) -> Iterator[str]:
         yield "the second model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
-def _unsupported_cache(engine: Any, quantised: tuple[str, ...]) -> Iterator[str]:
-    """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones."""
+def _unsupported_cache(engine: Any, quantised: tuple[str, ...], or_keep: str) -> Iterator[str]:
+    """Yield the same for a cache that holds neither plain numbers nor ``quantised`` ones.
+
+    ``or_keep`` names the mode that serves them, where there is one.
+    """
     found = engine.cache_config.cache_dtype
     # layers of the engine take it for "auto" when they are built, and then note "fp8" as asked for
     if getattr(engine.quant_config, "kv_cache_scheme", None) and found in ("auto", "fp8"):
         if not quantised:
             yield (
                 "a checkpoint whose quantization_config has a kv_cache_scheme, which asks for an "
-                "FP8 cache: use mode 'keep', or a checkpoint without one"
+                f"FP8 cache: use {or_keep}a checkpoint without one"
             )
         return
     # the CPU kernels read another plain type than the model's as if it were that
     if found not in ("auto", str(engine.model_config.dtype).removeprefix("torch."), *quantised):
         use = f"use one of {', '.join(quantised)}, or auto"
         if not quantised:
-            use = "leave it at auto, or use mode 'keep' with fp8"
+            use = f"use {or_keep}--kv-cache-dtype auto"
         yield f"--kv-cache-dtype {found}: {use}"
 
 
-def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
+def _unsupported_by_reallocation(engine: Any, or_keep: str) -> Iterator[str]:
     """Yield the same for settings of weights that are reordered, and of blocks."""
     quantised = engine.quant_config
     if quantised is not None and quantised.get_name() not in QUANTISED:
@@ -209,7 +231,7 @@ def _unsupported_by_reallocation(engine: Any) -> Iterator[str]:
     if getattr(quantised, "kv_cache_scheme", None):
         yield (
             "the scales that a checkpoint with a kv_cache_scheme holds, whose heads it cannot "
-            "reorder: use mode 'keep', or a checkpoint without one"
+            f"reorder: use {or_keep}a checkpoint without one"
         )
     load_format = str(engine.load_config.load_format)
     if load_format in NOT_REORDERED:
@@ -296,10 +318,11 @@ def _is_on_cpu() -> bool:
 def _check_model(settings: ServingSettings, vllm_config: Any) -> None:
     """Raise ``ValueError`` if resolved settings do not fit the model or its drafts."""
     model = vllm_config.model_config
-    if settings.eviction and model.architecture == LEARNED_SINKS:
+    if (settings.eviction or settings.keeps) and model.architecture == LEARNED_SINKS:
+        what = "eviction" if settings.eviction else "mode"
         raise ValueError(
-            "rlkv: eviction is not served with learned sinks, which the policies' scores do not "
-            "know: leave eviction out"
+            f"rlkv: {what} {getattr(settings, what)!r} is not served with learned sinks, which "
+            f"differ by head, and which no policy's scores know: leave {what} out"
         )
     if settings.eviction and vllm_config.speculative_config is not None:
         raise ValueError(

@@ -123,6 +123,8 @@ class VLLMEngine(RolloutEngine):
                 model_source(model),
                 # as the trainer's copy: the engine's own "auto" takes 16 bits on a CPU too
                 dtype=dtype_name(dtype, resolve_device()),
+                config_format="hf",
+                load_format="hf",
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,
@@ -413,6 +415,11 @@ class ServingEngine(VLLMEngine):
             ValueError: as :class:`VLLMEngine`, and if vLLM would not load the plugin or the
                 allocation is of another model.
         """
+        if settings.keeps:
+            raise ValueError(
+                f"ServingEngine serves mode 'memory', not {settings.mode!r}, which saves none: "
+                "serve it by `vllm serve` or vllm.LLM"
+            )
         check_installed()
         from vllm.platforms import current_platform
 

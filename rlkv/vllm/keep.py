@@ -183,11 +183,6 @@ def attach_keep(model: Any, vllm_config: Any) -> None:
     )
     for place, layer in enumerate(layers):
         stock = layer.attn
-        if getattr(stock.impl, "sinks", None) is not None:
-            raise ValueError(
-                f"rlkv: {settings.feature} is not served with learned sinks, which differ by "
-                "head: leave mode out"
-            )
         kept = exchanged(stock, KeepCPUBackend, vllm_config)
         first = get_tensor_model_parallel_rank() * stock.num_kv_heads
         full_H = settings.full_LH[place, first : first + stock.num_kv_heads]

@@ -456,6 +456,9 @@ def check_layers(layers: Sequence[Any], feature: str = REALLOCATION) -> None:
             "a sliding window": layer.sliding_window is not None,
             "keys and values of another layer": layer.kv_sharing_target_layer_name is not None,
             "attention in both directions": layer.attn_type != AttentionType.DECODER,
+            # the layers that take their place have none
+            "learned sinks": feature != REALLOCATION
+            and getattr(layer.impl, "sinks", None) is not None,
             "soft-capped logits": bool(getattr(layer.impl, "logits_soft_cap", None)),
             "ALiBi": getattr(layer.impl, "alibi_slopes", None) is not None,
             "another number or size of heads than the first layer": any(

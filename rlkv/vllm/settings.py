@@ -210,10 +210,7 @@ class ServingSettings:
                 f"would not fit into the buffer: use 'local', or {ELSEWHERE}, which has both"
             )
         elif policy.name not in EVICTIONS:
-            wrong = (
-                f"eviction {policy.name!r} {unserved}: choose from {', '.join(EVICTIONS)}, or "
-                f"{ELSEWHERE}, which has all policies"
-            )
+            wrong = _unserved_policy(policy.name)
         elif policy.budget is None:
             wrong = (
                 f"eviction with ratio {unserved}, because a head would hold more the longer the "
@@ -233,7 +230,7 @@ class ServingSettings:
         """Resolve an allocation and what its compressible heads keep.
 
         Raises:
-            ValueError: if full heads evict.
+            ValueError: if full heads evict, or by a policy that is not served.
         """
         if cache.policy_of(True) is not None:
             raise ValueError(
@@ -243,6 +240,9 @@ class ServingSettings:
         rows = zip(allocation.full.tolist(), allocation.gated.sum(1).tolist(), strict=True)
         full = tuple("".join("01"[kept] for kept in row[:heads]) for row, heads in rows)
         if cache.eviction is not None:
+            # before its fields are options again, which those of others would not pass
+            if cache.eviction.name not in EVICTIONS:
+                raise ValueError(f"rlkv: {_unserved_policy(cache.eviction.name)}")
             return cls(full=full, prefill=cache.prefill, eviction=cache.eviction.describe())
         return cls(
             full=full,
@@ -352,6 +352,13 @@ class ServingSettings:
     def to_request(self) -> dict[str, Any]:
         """Return a request that :func:`parse_settings` takes back."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def _unserved_policy(name: str) -> str:
+    return (
+        f"eviction {name!r} is not served by the vLLM plugin: choose from {', '.join(EVICTIONS)}, "
+        f"or {ELSEWHERE}, which has all policies"
+    )
 
 
 def asks_for_rollout(additional_config: Any) -> bool:

@@ -255,7 +255,8 @@ class _PromptCaching(SingleTypeKVCacheManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         if self.kv_cache_spec.protect_prompt:
-            if num_tokens >= request.num_prompt_tokens:
+            # rounded down to blocks, and a step may add several drafts
+            if num_tokens + self.scheduler_block_size > request.num_prompt_tokens:
                 # preempted from now on, it must not find its own text in another one's prompt
                 request.skip_reading_prefix_cache = True
             num_tokens = min(num_tokens, request.num_prompt_tokens)

@@ -47,7 +47,7 @@ FULL_HEADS = {"sparsity 0.5": 2, "sparsity 0.9": 0}  # of 4; all in the other ca
 def rows_of(kind: type[Steps] = Steps, config: DecodeConfig = TOY) -> dict[str, dict[str, Any]]:
     contenders = kind(config, config.build_model(), 2, 128).contenders()
     take_turns(contenders, config, config.max_steps, config.seconds)
-    return {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    return {row["cache"]: row for row in step_rows(contenders, config)}
 
 
 def test_steps_hold_the_bytes_of_their_heads() -> None:
@@ -71,15 +71,15 @@ def test_what_was_not_compared_has_no_ratio() -> None:
     take_turns(contenders, TOY, TOY.max_steps, TOY.seconds)
     stock, static, base = contenders[:3]
     stock.fits = False
-    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    rows = {row["cache"]: row for row in step_rows(contenders, TOY)}
     assert rows["StaticCache"]["note"] == rows["sparsity 0.5"]["note"] == ""
     static.fits = False
-    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    rows = {row["cache"]: row for row in step_rows(contenders, TOY)}
     assert rows["sparsity 0.5"]["note"] == "not compared: DynamicCache ran out of memory"
     assert rows["sparsity 0.5"]["speedup_over_sparsity_0"] is None
     static.fits = True
     base.outputs = [output + 1 for output in base.outputs]
-    rows = {row["cache"]: row for row in step_rows(contenders, torch.float32)}
+    rows = {row["cache"]: row for row in step_rows(contenders, TOY)}
     assert "relative difference to StaticCache" in rows["sparsity 0.5"]["note"]
 
 
@@ -131,13 +131,22 @@ def test_a_graph_that_cannot_be_made_is_noted(monkeypatch: pytest.MonkeyPatch) -
     assert "ms_per_step" not in row
 
 
-@pytest.mark.parametrize("kind", [Steps, LayerSteps])
-def test_a_ratio_needs_equal_outputs(kind: type[Steps], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(TOY, layers=1)
+@pytest.mark.parametrize(
+    ("kind", "wrong", "options"),
+    [
+        (Steps, 1.1, {}),
+        (LayerSteps, 1.1, {}),
+        (LayerSteps, 1.03, {"layer": True, "dtype": "bfloat16"}),
+    ],
+)
+def test_a_ratio_needs_equal_outputs(
+    kind: type[Steps], wrong: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(TOY, layers=1, **options)
     assert not any(row["note"] for row in rows_of(kind, config).values())
     fill = HeadReallocationCache.fill
     monkeypatch.setattr(
-        HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, 1.1 * value)
+        HeadReallocationCache, "fill", lambda cache, key, value: fill(cache, key, wrong * value)
     )
     for name, row in rows_of(kind, config).items():
         ours = name.startswith("sparsity")
@@ -153,9 +162,10 @@ def test_what_does_not_fit_is_noted_and_the_rest_is_measured() -> None:
     contenders = Steps(TOY, TOY.build_model(), 1, 128).contenders()
     contenders[0].begin = begin
     take_turns(contenders, TOY, 1)
-    theirs, static, ours, *_ = step_rows(contenders, torch.float32)
+    theirs, static, ours, *_ = step_rows(contenders, TOY)
     assert theirs == {**contenders[0].facts, "note": "out of memory"}
     assert ours["speedup_over_dynamic_cache"] is None
+    assert ours["kv_bytes_full"] == ENTRY * 4 * 128, "that of the cache that did not fit"
     assert static["speedup_over_sparsity_0"] > 0
 
 
@@ -247,6 +257,7 @@ def test_the_largest_batch_fills_the_memory() -> None:
         ({"sparsities": (0.5,)}, "--sparsities must include 0"),
         ({"sparsities": (0.0, 1.5)}, "--sparsities 0 1.5: give each once, from 0 to 1"),
         ({"sparsities": (0.0, 0.5, 0.5)}, "--sparsities 0 0.5 0.5: give each once"),
+        ({"sparsities": (0.0, 0.5, 0.50000001)}, "--sparsities 0 0.5 0.5: give each once"),
         ({"methods": ()}, "--methods is empty"),
         ({"memory_gib": float("nan")}, "--memory-gib must be a number above 0, got nan"),
         ({"head_dim": 7}, "--head-dim must be even, got 7"),
@@ -276,6 +287,9 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 def test_quick_changes_only_what_is_not_given() -> None:
     found = DecodeConfig(quick=True, contexts=(64,)).sized()
     assert (found.layers, found.hidden, found.batches, found.contexts) == (4, 256, (1, 2), (64,))
+    (policy,) = [method.policy for method in parse_methods(found.methods, []) if method.policy]
+    assert policy.budget is not None
+    assert policy.budget + policy.buffer < found.prompt_tokens + found.new_tokens, "it evicts"
     assert TOY.sized() == TOY
 
 

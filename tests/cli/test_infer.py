@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -110,6 +111,8 @@ def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path)
     given = read_log(tmp_path / "in.jsonl")
     del given[0]["answer"]
     given[1]["answer"] = None
+    given[2]["answer"] = " "
+    given[3]["answer"] = True
     write_jsonl(tmp_path / "in.jsonl", given)
     err = ask(*files, "--sparsity", 0, "--compare-full")[1]
     rows = read_log(tmp_path / "out.jsonl")
@@ -117,8 +120,8 @@ def test_batch_with_answers(ask: Ask, files: tuple[object, ...], tmp_path: Path)
     assert [row["problem"] for row in rows] == [row["problem"] for row in given]
     assert all(row["output"] == row["output_full"] for row in rows)
     assert all(row["output_tokens"] <= 12 for row in rows)
-    assert ["correct" in row for row in rows] == [False] * 2 + [True] * 8
-    graded = r"accuracy \d\.\d{4} over 8 problems, 2 more have no answer"
+    assert ["correct" in row for row in rows] == [False] * 4 + [True] * 6
+    graded = r"accuracy \d\.\d{4} over 6 problems, 4 more have no answer"
     assert re.search(f"compressed  {graded}", err)
     assert re.search(f"full cache  {graded}", err)
 
@@ -193,6 +196,26 @@ def test_other_settings_are_refused_by_name(
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+def test_problems_from_a_pipe_are_told_apart(
+    ask: Ask, files: tuple[object, ...], tmp_path: Path
+) -> None:
+    lines = (tmp_path / "in.jsonl").read_bytes().splitlines(keepends=True)
+
+    def answer(line: bytes) -> None:
+        reading, writing = os.pipe()
+        os.write(writing, line)
+        os.close(writing)
+        try:
+            ask("--input", f"/dev/fd/{reading}", *files[2:])
+        finally:
+            os.close(reading)
+
+    answer(lines[0])
+    answer(lines[0])
+    with pytest.raises(ValueError, match="input was"):
+        answer(lines[1])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -243,7 +266,10 @@ EVICTING = "--model tiny --prompt x --eviction rkv --budget 64"
         ("--gates GATES --input IN --output /dev/null", "/dev/null is a device"),
         ("--gates GATES --input IN --output IN", "left as it is"),
         ("--gates GATES --input absent.jsonl --output OUT", "absent.jsonl"),
-        (f"{EVICTING} --sparsity 0.5", "--sparsity needs --gates"),
+        ("--gates GATES --prompt x --top-p 0.9", "--temperature 0 draws nothing"),
+        ("--gates GATES --prompt x --batch-size 0", "--batch-size must be at least 1"),
+        (f"{EVICTING} --sparsity 0.5", "--sparsity and --scope need --gates"),
+        (f"{EVICTING} --scope layer", "--sparsity and --scope need --gates"),
         (f"{EVICTING} --sink 4", "--sink, --window and --protect-prompt do not apply"),
         (f"{EVICTING} --evict-from full", "--evict-from full needs --gates"),
         (f"{EVICTING} --eviction-option budget=5", "budget is given"),

@@ -16,6 +16,7 @@ from rlkv.evaluation.acceptance import SHAPE, computed_speedup, count_accepted
 from rlkv.evaluation.study import load_study
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.utils.store import recorded_of
 from tests.helpers.families import make_family
 from tests.helpers.study_program import NUM_PROBLEMS, analysis, config_of, results, run
 
@@ -94,6 +95,11 @@ def test_the_report_says_what_is_computed(study: Path, texts: list[Any]) -> None
     assert f"of texts of {mean:.0f} tokens on average" in text
     assert "(<acceptance-tiny.png>)" in text
     assert (study / "acceptance-tiny.png").exists()
+
+
+def test_rows_say_where_they_were_made(study: Path) -> None:
+    (recorded,) = recorded_of(module.acceptance_file(study, "tiny"))
+    assert set(recorded) == {"commit", "hardware"}
 
 
 def test_what_is_measured_is_not_measured_again(

@@ -295,7 +295,9 @@ def test_the_same_command_goes_on_and_refuses_other_settings(
     torn = rows[0].read_bytes()
     rows[0].write_bytes(torn[: len(torn) // 2])
     files = {file: file.read_bytes() for file in rows[1:]}
+    (folder / "table.md").write_text("of another sweep")
     run(inputs, folder, "--analyses", "comparison")
+    assert not (folder / "table.md").exists()
     assert results(folder)["analyses"]["comparison"] == before
     assert {file: file.read_bytes() for file in rows[1:]} == files
     assert "made alike" not in (folder / "report.md").read_text()

@@ -31,6 +31,7 @@ HALF = "random-heads@0.5"
             ["--methods", f"{HALF}+h2o@40", "--prefill", "local"],
             "eviction 'h2o' is not served.*choose from rkv, snapkv, or .*rlkv-eval --engine hf",
         ),
+        (["--methods", f"{HALF}+rpc@", "--prefill", "local"], "eviction 'rpc' is not served"),
         (["--methods", "rkv@ratio=0.5", "--prefill", "local"], "eviction with ratio is not served"),
         (
             ["--methods", "snapkv@40:protect_prompt=true", "--prefill", "local"],

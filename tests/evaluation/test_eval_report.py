@@ -106,6 +106,9 @@ def test_samples_give_pass_at_k() -> None:
     own = [row(key, i < right[key], i) for key in right for i in range(4)]
     found = summarize("tiny", "rlkv@0.5", own[::-1], None)
     assert (found["n"], found["samples"]) == (3, 4)
+    many = [row(str(key), i < key % 3, i) for key in range(30) for i in range(2)]
+    assert summarize("tiny", "full", many, None)["smallest_provable_difference"] is None
+    assert "proves little" not in report({"full": many})
     means = {k: estimate["mean"] for k, estimate in found["pass_at_k"].items()}
     # 1 - C(3, k) / C(4, k) for a, 0 for b, 1 for c
     assert means == pytest.approx({"1": 1.25 / 3, "2": 1.5 / 3, "4": 2 / 3})

@@ -112,6 +112,14 @@ def test_the_tests_of_verdicts_are_mcnemars(only_first: int, only_second: int) -
     assert paired_difference(*thirds).p_value == pytest.approx(exact)
 
 
+def test_gains_of_one_sample_in_three_are_equal() -> None:
+    """However far the means of three samples were before: the last bits of thirds differ."""
+    first = [0.0, 1 / 3, 2 / 3] * 10
+    found = paired_difference(first, [score + 1 / 3 for score in first])
+    assert found == paired_difference([0.0] * 30, [1 / 3] * 30)
+    assert found.low < 0.3 < 0.36 < found.high
+
+
 @pytest.mark.parametrize("n", [1, 200])
 def test_few_problems_without_a_change_leave_room_for_one(n: int) -> None:
     bound = Z_95**2 / (n + Z_95**2)

@@ -48,6 +48,7 @@ def test_the_page_of_a_run(tmp_path: Path, panels: dict[str, Panel]) -> None:
     text = page_of(tmp_path)
     assert f"Step {steps + 1} of 400, about" in text
     assert panels["penalty, from 0 to 1"].curves["penalty/beta_prime"][-1][0] == steps
+    assert re.search(r"\| penalty/beta_prime \|.*\| nan \|", text)
     assert list(panels["response"].curves) == ["response/length_mean"]
     assert {"response/truncated_share"} == set(panels["response, from 0 to 1"].curves)
     assert re.search(r"\| response/length_mean \| 101 \| 101 \| 280 \| 280 \|", text)

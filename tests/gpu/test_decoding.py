@@ -47,7 +47,7 @@ def test_a_decode_step(llama_8b: Built, on_gpu: bool, record_property: Record) -
         for context in CONTEXTS[on_gpu]:
             contenders = Steps(config, llama_8b.model, batch, context).contenders()
             take_turns(contenders, config, config.max_steps, seconds=2.0)
-            rows = step_rows(contenders, llama_8b.model.dtype)
+            rows = step_rows(contenders, config)
             for row, contender in zip(rows, contenders, strict=False):
                 if "ms_per_step" in row:
                     row["tokens_per_s"] = 1000 * batch / row["ms_per_step"]

@@ -109,6 +109,21 @@ def test_a_template_that_rewrites_the_past_starts_a_new_cache() -> None:
     assert chat.restarted == 1
 
 
+def test_each_turn_of_a_chat_draws_other_numbers() -> None:
+    engine = make_engine()
+    sampling = SamplingParams(20, temperature=1.0, seed=3)
+    chats = []
+    for _ in range(2):
+        chat = Chat(engine, sampling)
+        replies = []
+        for _ in range(2):
+            replies.append(chat.say(QUESTIONS[0]).completion.token_ids)
+            chat.reset()
+        assert replies[0] != replies[1]
+        chats.append(replies)
+    assert chats[0] == chats[1]
+
+
 def test_chat_without_a_chat_template() -> None:
     engine = make_engine()
     engine.tokenizer.chat_template = None

@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import rlkv
@@ -267,7 +267,8 @@ def test_sampling_from_one_token_is_greedy(model: PreTrainedModel) -> None:
         ({"stopping_criteria": [lambda ids, scores: ids[:, -1] == 5]}, "pass one, or one row"),
         ({"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
         ({"streamer": Tokens()}, "a streamer takes one row, not 3"),
-        ({"token_type_ids": IDS}, "token_type_ids"),
+        ({"labels": IDS}, "reads only token ids and attention_mask, not labels"),
+        ({"watermarking_config": WatermarkingConfig()}, "watermarking_config counts every call"),
         ({"use_cache": False}, "use_cache=False"),
         ({"attention_mask": MASK.flip(1)}, "left padding only"),
         ({"sparsity": 0.5}, "sparsity is given together with a HeadAllocation"),
@@ -287,7 +288,8 @@ def test_learned_prompts_are_refused() -> None:
         rlkv.generate_lossless(model, IDS, MIXED, **GREEDY)
 
 
-def test_hybrids_are_refused() -> None:
-    hybrid = make_tiny_model("qwen3_next", num_hidden_layers=6)
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])  # linear layers, sliding windows
+def test_hybrids_are_refused(family: str) -> None:
+    hybrid = make_tiny_model(family, num_hidden_layers=6)
     with pytest.raises(ValueError, match="takes drafted tokens back"):
         rlkv.generate_lossless(hybrid, IDS, MIXED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,9 +267,43 @@ def test_a_damaged_model_is_not_filled_up_with_random_weights(tmp_path: Path) ->
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot load a model from"):
         load_model(str(tmp_path), device="cpu")
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="cannot load a model from"):
-        loading.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (None, "list"),
+        ({"max_position_embeddings": 512.5}, "max_position_embeddings"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "attention heads"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0}}, "lacks .*factor"),
+    ],
+)
+def test_a_config_that_is_edited_wrongly_is_one_sentence(
+    tmp_path: Path, change: dict[str, Any] | None, reason: str
+) -> None:
+    tokenizer = build_tokenizer()
+    make_tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    edited = [] if change is None else json.loads(file.read_text()) | change
+    file.write_text(json.dumps(edited))
+    for load in (loading.load_config, load_tokenizer, load_model):
+        with pytest.raises(ValueError, match=f"cannot load a model from.*{reason}") as raised:
+            load(str(tmp_path))
+        assert "\n" not in str(raised.value)
+
+
+def test_tokenizers_of_mistral_models_keep_their_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where mistral-common is installed, as beside vLLM: its tokenizers write no text."""
+    from transformers.integrations.mistral import tokenizer as of_mistral
+
+    monkeypatch.setattr(of_mistral, "resolve_mistral_format", lambda *_, **__: (True, "tekken"))
+    tokenizer = build_tokenizer()
+    make_tiny_model("mistral", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
 
 
 def test_what_a_machine_lacks_for_a_model_is_one_sentence(

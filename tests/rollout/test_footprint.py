@@ -61,7 +61,11 @@ def test_shapes_of_folders_and_of_what_cannot_be_read(
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     (tmp_path / "empty").mkdir()
     assert Footprint.of(str(tmp_path / "empty")) is None
-    monkeypatch.setattr(footprint, "connection_error", lambda *names: "no network")
+    # 2 bytes a weight would be four times too many
+    model.config.quantization_config = {"quant_method": "awq", "bits": 4}
+    model.config.save_pretrained(tmp_path / "model")
+    assert Footprint.of(str(tmp_path / "model"), "bfloat16") is None
+    monkeypatch.setattr("rlkv.models.loading.connection_error", lambda *names: "no network")
     assert Footprint.of("owner/a-model-that-nobody-has") is None
 
 

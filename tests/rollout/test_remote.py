@@ -224,8 +224,11 @@ def test_the_patience_ends_when_all_servers_fail_on_the_same_rows(
     # while it has no rows, each of them answers that it works
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.02)
     failing = [Scripted(*[0] * 999), Scripted(*[0] * 999)]
-    with serving(*failing) as servers, pytest.raises(ValueError, match="out of memory"):
-        tokens(client_of(*servers, patience=0.3))
+    with serving(Scripted()) as dead:
+        pass
+    for others in ([], dead):
+        with serving(*failing) as servers, pytest.raises(ValueError, match="out of memory"):
+            tokens(client_of(*servers, *others, patience=0.3))
 
 
 def test_a_slow_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

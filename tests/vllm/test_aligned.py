@@ -21,6 +21,7 @@ from tests.helpers.engines import (
     Served,
     check_all_free,
     compare,
+    drafted_and_accepted,
     engine,
     generate,
     need_vllm,
@@ -170,10 +171,13 @@ def test_drafts_by_ngrams(llama: Served, settings: dict[str, Any]) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     # repetitive texts, which n-grams continue
     prompts = [[7, 8, 9, 10] * 20 + prompt for prompt in random_prompts((5, 40))]
+    drafting = {"speculative_config": ngram, "disable_log_stats": False}
     found = []
-    for options in ({}, {"speculative_config": ngram}):
+    for options in ({}, drafting):
         with engine(llama, llama.request(0.6, **settings), **options) as llm:
             found.append(tokens_of(generate(llm, prompts, 100, logprobs=None)))
+            if options:
+                assert drafted_and_accepted(llm)[1] > 0
     assert found[0] == found[1]
 
 

@@ -23,6 +23,7 @@ from rlkv.vllm.configuration import (
     refuse_beams,
     rounding,
 )
+from rlkv.vllm.engine import ServingEngine
 from rlkv.vllm.settings import (
     DRAFTING,
     KEEPING,
@@ -53,6 +54,7 @@ def fake_engine(**changes: Any) -> Any:
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            use_ubatching=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
@@ -69,11 +71,12 @@ def fake_engine(**changes: Any) -> Any:
             is_hybrid=False,
             get_total_num_kv_heads=lambda: 4,
             model="llama",
+            config_format="hf",
             model_class_overrides={},
             dtype="torch.float32",
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="hf"),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
         speculative_config=None,
         quant_config=None,
@@ -119,6 +122,9 @@ def scaled(dtype: str) -> dict[str, Any]:
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     REALLOCATION: [
+        ({"parallel_config__use_ubatching": True}, "microbatches: leave out --enable-dbo"),
+        ({"model_config__config_format": "mistral"}, "Mistral's own format: pass --config-format"),
+        ({"load_config__load_format": "mistral"}, "Mistral's own format: pass --config-format hf"),
         ({RANKS: 8}, "tensor-parallel-size 8 and 4 KV heads"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
@@ -331,6 +337,27 @@ def test_the_engine_does_not_start(
     request = {"rlkv": {**llama.request(0.5)["rlkv"], **changes}}
     with pytest.raises(ValueError, match=message):
         engine_config(llama, request, **options)
+
+
+def test_all_tokens_are_kept_only_on_a_cpu(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkv.vllm.configuration._is_on_cpu", lambda: False)
+    with pytest.raises(ValueError, match="mode 'keep' is served only by the CPU build of vLLM"):
+        engine_config(llama, llama.request(0.5, mode="keep"))
+    with pytest.raises(ValueError, match="dtype fp8: use --kv-cache-dtype auto"):
+        check_engine(fake_engine(cache_config__cache_dtype="fp8"))
+    with pytest.raises(ValueError, match="ServingEngine serves mode 'memory', not 'keep'"):
+        ServingEngine(str(llama.path), ServingSettings(full=("0101",), mode="keep"))
+
+
+def test_weights_under_mistrals_names_are_refused(llama: Served, tmp_path: Path) -> None:
+    """The engine prefers them where a folder has both."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama.path, folder)
+    (folder / "consolidated.safetensors").touch()
+    served = replace(llama, path=folder)
+    with pytest.raises(ValueError, match="pass --config-format hf --load-format hf"):
+        engine_config(served, llama.request(0.5))
+    engine_config(served, llama.request(0.5), config_format="hf", load_format="hf")
 
 
 def test_aligned_windows_do_not_read_what_linear_layers_left(

@@ -144,6 +144,8 @@ def test_tokens_are_the_stock_engines(llama: Served, options: dict[str, Any]) ->
     for request, drafts in ((None, {}), (llama.request(0.6, **LOSSLESS), DRAFTS)):
         with engine(llama, request, **options, **drafts) as llm:
             found.append(tokens_of(generate(llm, prompts, 60)))
+            if drafts:
+                assert drafted_and_accepted(llm)[1] > 0
     # the last bit of a sum may move an entry of 8 bits to its neighbour
     most = 1 if "kv_cache_dtype" in options else 0
     assert sum(stock != own for stock, own in zip(*found, strict=True)) <= most

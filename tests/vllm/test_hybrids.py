@@ -54,6 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
     [
         ("gemma3", "gpt_oss", {}, "other model type"),
         ("gpt_oss", "gpt_oss", {"eviction": {"name": "rkv", "budget": 64}}, "learned sinks"),
+        ("gpt_oss", "gpt_oss", {"mode": "keep"}, "mode 'keep' is not served with learned sinks"),
         ("gemma3", None, {"full": ["10", "1111", "", "1111"]}, r"\[2, 4, 0, 4\].* \[0, 4, 0, 4\]"),
     ],
 )

@@ -83,6 +83,7 @@ CALLS = {
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": "method args",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "lora_request",
+    "vllm.transformers_utils.repo_utils:is_mistral_model_repo": "model_name_or_path revision",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "self",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model": "self",
 }
@@ -90,7 +91,7 @@ CALLS = {
 FIELDS = {
     "vllm.config:ParallelConfig": (
         "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-        "prefill_context_parallel_size"
+        "prefill_context_parallel_size use_ubatching"
     ),
     "vllm.config:CacheConfig": (
         "block_size cache_dtype sliding_window enable_prefix_caching kv_sharing_fast_prefill "
@@ -122,7 +123,7 @@ FIELDS = {
     "vllm.config.model_arch:ModelArchitectureConfig": "rswa_window",
     "vllm.engine.arg_utils:EngineArgs": (
         "kv_cache_memory_bytes skip_tokenizer_init generation_config logprobs_mode "
-        "enable_chunked_prefill worker_extension_cls additional_config"
+        "enable_chunked_prefill worker_extension_cls additional_config config_format load_format"
     ),
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     f"{ATTENTION}:AttentionBackend": "forward_includes_kv_cache_update supported_dtypes "
@@ -139,12 +140,13 @@ FIELDS = {
     "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata": (
         "num_actual_tokens seq_lens rswa_prefix_lens rswa_window"
     ),
-    MANAGER: "supports_fine_grained_hash_lookup",
+    MANAGER: "supports_fine_grained_hash_lookup scheduler_block_size",
     "vllm.v1.kv_cache_interface:AttentionSpec": "block_size num_kv_heads head_size head_size_v "
     "dtype page_size_bytes page_size_padded",
     "vllm.v1.kv_cache_interface:MambaSpec": "page_size_bytes page_size_padded",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
-    "vllm.config:ModelConfig": "architecture dtype is_hybrid model_class_overrides",
+    "vllm.config:ModelConfig": "architecture config_format dtype is_hybrid "
+    "model_class_overrides revision",
     "vllm.v1.kv_cache_layout:KVCacheLayout": "BLHNC LBHNC",
     "vllm.sampling_params:SamplingParams": (
         "temperature top_p top_k seed max_tokens logprobs stop_token_ids ignore_eos detokenize "
