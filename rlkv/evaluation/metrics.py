@@ -92,7 +92,7 @@ def bootstrap_mean(scores: Sequence[float] | Floats) -> Estimate:
     """
     values = np.asarray(scores, dtype=np.float64)
     mean = float(values.mean())
-    if np.ptp(values) == 0:
+    if _is_one_value(values):
         return Estimate(mean, mean, mean, values.size)
     rng = np.random.default_rng(0)
     found = bootstrap(
@@ -141,16 +141,17 @@ def paired_difference(
     differences = _differences(first, second)
     found = bootstrap_mean(differences)
     low, high = found.low, found.high
-    if np.ptp(differences) == 0:
+    if _is_one_value(differences):
         low, high = unseen_interval(found.mean, found.n, least=-1.0)
     changes = differences[differences != 0]  # flips of the others change nothing
     p_value = 1.0  # of one change: both of its signs are as far from 0
-    if changes.size and np.ptp(np.abs(changes)) == 0:
+    # means over samples and seeds differ in their last bit: 2/3 - 1/3 is not 1/3
+    if changes.size and _is_one_value(np.abs(changes)):
         p_value = float(binomtest(int((changes > 0).sum()), changes.size).pvalue)
     elif changes.size > 1:
         test = permutation_test(
             (changes,),
-            np.sum,
+            lambda x, axis: np.round(x.sum(axis), 9),
             permutation_type="samples",
             n_resamples=RESAMPLES,
             batch=AT_ONCE,
@@ -168,8 +169,12 @@ def _differences(first: Sequence[float] | Floats, second: Sequence[float] | Floa
         raise ValueError(
             f"a paired test needs the same problems in both runs, got {a.size} and {b.size}"
         )
-    # means of equal scores, over samples, seeds and numbers of heads, differ in their last bit
-    return np.round(b - a, 9) + 0.0
+    differences = b - a
+    return np.where(np.abs(differences) < 1e-9, 0.0, differences)
+
+
+def _is_one_value(values: Floats) -> bool:
+    return bool(np.ptp(values) < 1e-9)
 
 
 def smallest_provable_difference(n: int) -> float | None:

@@ -98,18 +98,9 @@ class SamplingOptions:
     """of all random draws"""
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
-        """Return how to decode.
-
-        Raises:
-            ValueError: for a limit on draws where nothing is drawn, and values out of range.
-        """
+        """Return how to decode."""
         from rlkv.rollout.base import SamplingParams
 
-        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
-            raise ValueError(
-                "--top-p and --top-k limit what is drawn, and --temperature 0 draws nothing: pass "
-                "a --temperature above 0, or leave them out"
-            )
         return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
 

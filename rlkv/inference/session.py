@@ -120,6 +120,11 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--prompt is empty: there is nothing to answer")
         if prompt is not None and not is_text(prompt):
             raise ValueError("--prompt holds bytes that are not UTF-8: write it in UTF-8")
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
+            raise ValueError(
+                "--top-p and --top-k limit what is drawn, and --temperature 0 draws nothing: pass "
+                "a --temperature above 0, or leave them out"
+            )
         if self.compare_full and self.is_chat:
             raise ValueError(
                 "--compare-full needs --prompt or --input: a chat continues with one cache only"

@@ -106,33 +106,39 @@ class Footprint:
 
     @classmethod
     def of(cls, model: str, dtype: str = "auto", device: str = "auto") -> Footprint | None:
-        """Return the footprint of a model; None if only the hub knows its shape, or if it is
-        quantised, so that its weights are smaller than the dtype says.
+        """Return the footprint of a model, or None if only the hub knows its shape.
 
         Args:
             model: a published model, a folder, a built-in name or a hub id.
             device: where it decodes, which the dtype ``auto`` depends on.
         """
         config = _config(model)
-        if config is None or getattr(config, "quantization_config", None):
+        if config is None:
             return None
         itemsize = resolve_dtype(dtype, resolve_device(device)).itemsize
         return cls.of_config(config, model, itemsize)
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, model: str, size: int) -> Footprint:
-        """Return the footprint of a model with weights of ``size`` bytes each."""
+        """Return the footprint of a model with weights of ``size`` bytes each.
+
+        Those of a quantised checkpoint have its bits, but for embeddings and the head.
+        """
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in built.parameters())
         shape = ModelShape.from_config(config, model)
         text = config.get_text_config()
+        plain = parameters
+        if bits := _bits(config):
+            ends = 1 if config.tie_word_embeddings else 2
+            plain = min(parameters, ends * text.vocab_size * text.hidden_size)
         return cls(
             architecture=type(built).__name__,
             shape=shape,
             heads=Layout.from_config(config).heads,
             parameters=parameters,
-            weights=parameters * size,
+            weights=plain * size + (parameters - plain) * bits // 8,
             kv_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size,
             hidden=text.hidden_size,
             intermediate=_mlp_width(text),
@@ -196,6 +202,19 @@ def _config(model: str) -> PretrainedConfig | None:
         return load_config(model)
     except ValueError:  # loading the model says what is wrong with it
         return None
+
+
+def _bits(config: PretrainedConfig) -> int:
+    """Return the bits of a weight of a quantised checkpoint, 8 where it does not say; 0: plain."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return 0
+    stated: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    if stated.get("load_in_4bit") or stated.get("quant_method") == "mxfp4":
+        return 4
+    for group in (stated.get("config_groups") or {}).values():  # of compressed-tensors
+        return int((group.get("weights") or {}).get("num_bits") or 8)
+    return int(stated.get("bits") or 8)
 
 
 def _mlp_width(config: Any) -> int:

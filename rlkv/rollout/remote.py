@@ -123,7 +123,7 @@ class Connection:
     """The server at ``url``, the ``number``-th of a run.
 
     Attributes:
-        failing: at the last request.
+        failing_since: the first of the latest requests that all failed; None: the last one worked.
         facts: what it said of its engine when the training began.
     """
 
@@ -143,7 +143,7 @@ class Connection:
         self.number = number
         self.host = host
         self.port = port or 80
-        self.failing = False
+        self.failing_since: float | None = None
         self.facts: EngineFacts | None = None
 
     def sample(self, job: _Job, chunk: list[int]) -> list[Sample]:
@@ -273,7 +273,9 @@ class RolloutClient:
         """
         if self._alpha_LH is None:
             raise ValueError("set_gates comes before sample: the servers have none of their own")
-        answering = [server for server in self.servers if not server.failing] or self.servers
+        answering = [
+            server for server in self.servers if server.failing_since is None
+        ] or self.servers
         job = _Job(rows, sampling, eos_ids, self._alpha_LH, self.version)
         indices = range(len(rows.prompts))
         for server in self.servers:
@@ -309,7 +311,7 @@ class RolloutClient:
                         chunk = job.chunks.get_nowait()
                     continue
                 with self._lock:
-                    server.failing = False
+                    server.failing_since = None
                     self._deadline = None  # the patience begins again with the next failure
                 for found in zip(chunk, samples, strict=True):
                     job.arrived.put(found)
@@ -323,11 +325,12 @@ class RolloutClient:
             return
         with self._lock:
             self.retries += 1
-            if not server.failing:
-                print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
-            server.failing = True
             now = time.monotonic()
-            if self._deadline is None and all(other.failing for other in self.servers):
+            if server.failing_since is None:
+                print(f"rollout server at {server.url}: {failure}; trying again", flush=True)
+                server.failing_since = now
+            works = any(other.failing_since is None for other in self.servers)
+            if self._deadline is None and not works:
                 self._deadline = now + self.patience
             pause = RETRY_SECONDS
             if self._deadline is not None:
@@ -337,16 +340,18 @@ class RolloutClient:
         ended.wait(pause)
 
     def _note_error(self, server: Connection, job: _Job, first: int, error: ServerError) -> None:
-        """Raise ValueError if all servers have failed on this chunk for longer than the patience.
+        """Raise ValueError if all servers have failed for longer than the patience.
 
-        Each of them may answer meanwhile that it works, which it does for other rows.
+        On this chunk, or on all.  Each of them may answer meanwhile that it works, which it does
+        for other rows.
         """
         with self._lock:
             now = time.monotonic()
             errors = job.errors.setdefault(first, {})
             errors.setdefault(server.number, now)
-            is_of_all = all(other.failing or other.number in errors for other in self.servers)
-            if is_of_all and now - max(errors.values()) > self.patience:
+            since = [errors.get(other.number, other.failing_since) for other in self.servers]
+            failed = [moment for moment in since if moment is not None]
+            if len(failed) == len(since) and now - max(failed) > self.patience:
                 raise self._gone(server, error) from error
 
     def _gone(self, server: Connection, failure: Failure) -> ValueError:

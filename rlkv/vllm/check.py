@@ -254,13 +254,13 @@ def start_check(settings: ServingSettings, vllm_config: Any) -> ReachabilityChec
             f"rlkv: {CHECK} compares tokens, which prompts of embeddings do not have: leave it or "
             "--enable-prompt-embeds out"
         )
+    if not current_platform.is_cpu():
+        raise ValueError(f"rlkv: {CHECK} runs only on the CPU build of vLLM: leave it out")
     if vllm_config.use_v2_model_runner:  # it has no step that could be watched
         raise ValueError(
             f"rlkv: {CHECK} does not see what the second model runner reads: set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if not current_platform.is_cpu():
-        raise ValueError(f"rlkv: {CHECK} runs only on the CPU build of vLLM: leave it out")
     _current[:] = [ReachabilityCheck()]
     _watch_runner()
     return _current[0]

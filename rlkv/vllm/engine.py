@@ -115,6 +115,8 @@ class VLLMEngine(RolloutEngine):
         self._calls = 0
         # where nothing else is asked for, variables in the environment do not ask either
         options: dict[str, Any] = {"additional_config": {KEY: None}}
+        # not Mistral's own names, which the engine prefers where a model has both
+        options |= {"config_format": "hf", "load_format": "hf"}
         options |= _device_options() | _rank_options() | _length_options(model, max_positions)
         if sizes is not None:
             options |= _mixed_options(model, sizes)
@@ -123,8 +125,6 @@ class VLLMEngine(RolloutEngine):
                 model_source(model),
                 # as the trainer's copy: the engine's own "auto" takes 16 bits on a CPU too
                 dtype=dtype_name(dtype, resolve_device()),
-                config_format="hf",
-                load_format="hf",
                 max_num_seqs=max_rows,
                 kv_cache_memory_bytes=int(kv_gib * GIB),
                 skip_tokenizer_init=True,

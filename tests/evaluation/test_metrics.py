@@ -116,8 +116,19 @@ def test_gains_of_one_sample_in_three_are_equal() -> None:
     """However far the means of three samples were before: the last bits of thirds differ."""
     first = [0.0, 1 / 3, 2 / 3] * 10
     found = paired_difference(first, [score + 1 / 3 for score in first])
-    assert found == paired_difference([0.0] * 30, [1 / 3] * 30)
+    assert found.difference == pytest.approx(1 / 3)
     assert found.low < 0.3 < 0.36 < found.high
+    assert found.p_value < 1e-8
+
+
+def test_flips_of_thirds_are_all_tried() -> None:
+    changes = np.array([1, 1, 2, 3, -1, -2, 1, 3, 2, 1, 1])
+    signs = np.array(list(itertools.product((1, -1), repeat=changes.size)))
+    sums = np.abs(signs @ changes)
+    exact = np.mean(sums >= abs(changes.sum()))
+    before = np.array([1, 0, 1, 0, 2, 3, 2, 0, 1, 0, 2])  # samples of three that are right
+    found = paired_difference(before / 3, (before + changes) / 3)
+    assert found.p_value == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("n", [1, 200])

@@ -293,19 +293,6 @@ def test_a_config_that_is_edited_wrongly_is_one_sentence(
         assert "\n" not in str(raised.value)
 
 
-def test_tokenizers_of_mistral_models_keep_their_chat_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where mistral-common is installed, as beside vLLM: its tokenizers write no text."""
-    from transformers.integrations.mistral import tokenizer as of_mistral
-
-    monkeypatch.setattr(of_mistral, "resolve_mistral_format", lambda *_, **__: (True, "tekken"))
-    tokenizer = build_tokenizer()
-    make_tiny_model("mistral", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
-
-
 def test_what_a_machine_lacks_for_a_model_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

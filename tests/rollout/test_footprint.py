@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -61,12 +62,34 @@ def test_shapes_of_folders_and_of_what_cannot_be_read(
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     (tmp_path / "empty").mkdir()
     assert Footprint.of(str(tmp_path / "empty")) is None
-    # 2 bytes a weight would be four times too many
-    model.config.quantization_config = {"quant_method": "awq", "bits": 4}
-    model.config.save_pretrained(tmp_path / "model")
-    assert Footprint.of(str(tmp_path / "model"), "bfloat16") is None
     monkeypatch.setattr("rlkv.models.loading.connection_error", lambda *names: "no network")
     assert Footprint.of("owner/a-model-that-nobody-has") is None
+
+
+@pytest.mark.parametrize(
+    ("quantised", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+            },
+            4,
+        ),
+    ],
+)
+def test_quantised_checkpoints_are_smaller(quantised: dict[str, Any], bits: int) -> None:
+    config = make_tiny_model("qwen3").config
+    plain = Footprint.of_config(config, "a", 2)
+    config.quantization_config = quantised
+    found = Footprint.of_config(config, "a", 2)
+    ends = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    assert found.weights == 2 * ends + (plain.parameters - ends) * bits // 8
+    assert (found.parameters, found.kv_per_token) == (plain.parameters, plain.kv_per_token)
 
 
 @pytest.mark.parametrize(

@@ -226,9 +226,15 @@ def test_the_patience_ends_when_all_servers_fail_on_the_same_rows(
     failing = [Scripted(*[0] * 999), Scripted(*[0] * 999)]
     with serving(Scripted()) as dead:
         pass
-    for others in ([], dead):
-        with serving(*failing) as servers, pytest.raises(ValueError, match="out of memory"):
-            tokens(client_of(*servers, *others, patience=0.3))
+    with serving(*failing) as servers, pytest.raises(ValueError, match="out of memory"):
+        tokens(client_of(*servers, patience=0.3))
+    # one chunk, which two hand to each other, beside a third server that is gone
+    one = Rows(ROWS.prompts[:1], ROWS.numbers[:1], ROWS.rollout)
+    with serving(*failing) as servers:
+        client = client_of(*servers, *dead, patience=0.3)
+        with pytest.raises(ValueError, match="has failed for 0 s"):
+            list(client.sample(one, SAMPLING, [2]))
+    assert client.retries < 100
 
 
 def test_a_slow_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from rlkv.models.loading import load_tokenizer
 from rlkv.vllm.configuration import (
     OF_ANOTHER_MODEL,
     _check_model,
@@ -39,6 +40,7 @@ from tests.helpers.engines import (
     engine,
     engine_config,
 )
+from tests.helpers.models import build_tokenizer, make_tiny_model
 
 RKV = {"name": "rkv", "budget": 64}
 
@@ -347,6 +349,15 @@ def test_all_tokens_are_kept_only_on_a_cpu(llama: Served, monkeypatch: pytest.Mo
         check_engine(fake_engine(cache_config__cache_dtype="fp8"))
     with pytest.raises(ValueError, match="ServingEngine serves mode 'memory', not 'keep'"):
         ServingEngine(str(llama.path), ServingSettings(full=("0101",), mode="keep"))
+
+
+def test_tokenizers_of_mistral_models_keep_their_chat_template(tmp_path: Path) -> None:
+    """The engine brings mistral-common, whose tokenizers write no prompt as text."""
+    tokenizer = build_tokenizer()
+    make_tiny_model("mistral", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")  # by which transformers chooses them
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
 
 
 def test_weights_under_mistrals_names_are_refused(llama: Served, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.helpers.engines import need_vllm
 need_vllm()
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from rlkv.vllm import specs
 from rlkv.vllm.specs import (
@@ -119,6 +120,17 @@ def test_cache_hits_need_sinks_and_a_window(
     for group, table in zip((4, 7), tables, strict=True):
         names = [f"{group}:{number}" for number in range(hit)]
         assert table == [name if own else "null" for name, own in zip(names, needed, strict=True)]
+
+
+def test_a_protected_prompt_does_not_find_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where drafts took it some tokens past the prompt within one block."""
+    monkeypatch.setattr(FullAttentionManager, "cache_blocks", lambda *_, **__: None)
+    own = PackedFullSpec(**SIZES, protect_prompt=True)
+    manager, _ = manager_of(PackedFullManager, own)
+    for cached, prompt, skips in ((16, 40, False), (32, 40, True), (48, 40, True)):
+        request = SimpleNamespace(num_prompt_tokens=prompt, skip_reading_prefix_cache=False)
+        manager.cache_blocks(request, cached)
+        assert request.skip_reading_prefix_cache is skips
 
 
 def test_blocks_between_sinks_and_window_are_given_back() -> None:
