@@ -63,7 +63,7 @@ TRANSFERS = ("nccl", "ipc", "sparse_nccl")  # of weights, through load_weights o
 def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     """Raise ``ValueError`` for the first setting under which ``feature`` would be wrong."""
     quantised = FP8_DTYPES if feature in (KEEPING, DRAFTING) else ()
-    or_keep = "mode 'keep' or " if feature == REALLOCATION and _is_on_cpu() else ""
+    or_keep = "mode 'keep' on a CPU or " if feature == REALLOCATION else ""
     found = [*_unsupported(vllm_config), *_unsupported_cache(vllm_config, quantised, or_keep)]
     if feature != ROLLOUT:
         found += _unsupported_ranks(vllm_config)
@@ -131,13 +131,13 @@ def _unsupported(engine: Any) -> Iterator[str]:
 
 def _is_in_mistral_format(engine: Any) -> bool:
     """Return whether the engine reads ``params.json`` or ``consolidated*.safetensors``."""
-    from vllm.transformers_utils.repo_utils import is_mistral_model_repo
-
     model = engine.model_config
     formats = {str(model.config_format), str(engine.load_config.load_format)}
-    if "mistral" in formats:
-        return True
-    return "auto" in formats and is_mistral_model_repo(str(model.model), model.revision)
+    if "auto" not in formats:
+        return "mistral" in formats
+    from vllm.transformers_utils.repo_utils import is_mistral_model_repo
+
+    return "mistral" in formats or is_mistral_model_repo(str(model.model), model.revision)
 
 
 def _unsupported_ranks(engine: Any) -> Iterator[str]:
@@ -215,7 +215,9 @@ def _unsupported_cache(engine: Any, quantised: tuple[str, ...], or_keep: str) ->
     if found not in ("auto", str(engine.model_config.dtype).removeprefix("torch."), *quantised):
         use = f"use one of {', '.join(quantised)}, or auto"
         if not quantised:
-            use = f"use {or_keep}--kv-cache-dtype auto"
+            use = "leave it at auto"
+            if or_keep and found in FP8_DTYPES:
+                use += ", or use mode 'keep' on a CPU"
         yield f"--kv-cache-dtype {found}: {use}"
 
 

@@ -190,7 +190,9 @@ def test_a_sweep_is_what_plain_decoding_gives(
         assert (found[name]["seeds"], found[name]["distinct"]) == ([found[name]["mean"]] * 2, 1)
     assert 0.5 < found["4+8"]["share"] < found["4+16"]["share"] < found["prompt+8"]["share"] < 1
     table = (study / "table.md").read_text()
-    assert re.search(r"\| mine, prompt\+8 \| .*% of the bytes \|  \|", table)
+    assert re.search(
+        r"\| mine, prompt\+8 \| .*% of the bytes at the full cache.s lengths \|  \|", table
+    )
 
 
 def test_draws_share_the_problems(

@@ -345,10 +345,14 @@ def test_all_tokens_are_kept_only_on_a_cpu(llama: Served, monkeypatch: pytest.Mo
     monkeypatch.setattr("rlkv.vllm.configuration._is_on_cpu", lambda: False)
     with pytest.raises(ValueError, match="mode 'keep' is served only by the CPU build of vLLM"):
         engine_config(llama, llama.request(0.5, mode="keep"))
-    with pytest.raises(ValueError, match="dtype fp8: use --kv-cache-dtype auto"):
+    with pytest.raises(
+        ValueError, match="dtype fp8: leave it at auto, or use mode 'keep' on a CPU"
+    ):
         check_engine(fake_engine(cache_config__cache_dtype="fp8"))
     with pytest.raises(ValueError, match="ServingEngine serves mode 'memory', not 'keep'"):
-        ServingEngine(str(llama.path), ServingSettings(full=("0101",), mode="keep"))
+        ServingEngine(
+            str(llama.path), ServingSettings(full=("0101",), sink=4, window=16, mode="keep")
+        )
 
 
 def test_tokenizers_of_mistral_models_keep_their_chat_template(tmp_path: Path) -> None:
