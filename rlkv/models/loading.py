@@ -256,10 +256,10 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
         reason = f"it lacks {reason}"
     if reason.endswith(":"):  # what is wrong stands on the lines below
         reason = " ".join(str(error).split())
-    is_of_files = isinstance(error, OSError | ValueError | RuntimeError)
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
-    if not is_of_files:  # it is there, and cannot be read
+    # others are not of a download: it is there, and cannot be read
+    if not isinstance(error, OSError | ValueError | RuntimeError):
         return f"cannot load model {model!r}: {reason}"
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
