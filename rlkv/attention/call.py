@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -214,6 +214,13 @@ class StockMask(Unread):
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def to(self, *device: Any, **options: Any) -> Self:
+        """Return itself: accelerate moves a layer's arguments to the layer's device.
+
+        Each layer asks for what it needs on the device of its queries.
+        """
+        return self
 
     def stock_mask(self) -> Tensor | None:
         """Return the mask of ``sdpa``: bool ``[B, 1, Q, K]``, or None for plain causal."""

@@ -139,6 +139,15 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         """Nothing was merged."""
 
 
+def _computing_device(module: nn.Module) -> torch.device:
+    """Return where a module computes; accelerate takes offloaded weights there for each call."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
 def _refuse_merge() -> NoReturn:
     raise ValueError(
         "head gates cannot be merged into the weights: use unload() for the untouched model, or "
@@ -306,8 +315,8 @@ class HeadGateModel(BaseTuner):
                 f"{current_key} is not a layer with full attention: gates do not work there"
             )
         if not hasattr(target, GATE):
-            device = next(target.parameters()).device
-            setattr(target, GATE, HeadGateLayer(self._heads[current_key], device))
+            heads = self._heads[current_key]
+            setattr(target, GATE, HeadGateLayer(heads, _computing_device(target)))
             target.rlkv_gate_guard = target.register_forward_pre_hook(_refuse_bypass)
         getattr(target, GATE).add(adapter_name, peft_config)
 

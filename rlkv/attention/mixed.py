@@ -182,6 +182,8 @@ def plain_attention(
         out = full_attention(query, key, value, attention_mask, softmax)
         return out.transpose(1, 2).contiguous(), None
     mask = attention_mask.stock_mask() if isinstance(attention_mask, MixedCall) else attention_mask
+    if mask is not None:
+        mask = mask.to(query.device)  # it is made on that of the embeddings
     if softmax.is_plain:
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs

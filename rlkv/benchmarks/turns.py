@@ -210,12 +210,12 @@ class DecodeConfig(LlamaSizes):
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Return the seconds that ``work()`` takes, a GPU's kernels included, and what it returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     start = time.perf_counter()
     result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - start, result
 
 

@@ -359,9 +359,8 @@ class HeadReallocationCache(Cache):
         for number, layer in self._layers.items():
             held[number, : layer.num_heads] = layer.held(row, tokens)
         for number, stock in self._stock.items():
-            if not isinstance(stock, CacheLayerMixin):
-                continue  # a linear layer holds no tokens
-            assert stock.keys is not None
+            if not isinstance(stock, CacheLayerMixin) or stock.keys is None:
+                continue  # a linear layer, or one of images, holds no tokens
             held[number] = torch.arange(tokens) >= tokens - stock.keys.shape[2]
         return held
 

@@ -95,8 +95,8 @@ class Store(ABC):
 
     @property
     def entry_nbytes(self) -> int:
-        """Bytes of one token of one head: its key and its value."""
-        return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
+        """Bytes of one token of one head: its key and its value, whose dtypes may differ."""
+        return sum(states.shape[3] * states.element_size() for states in (self.keys, self.values))
 
     def allocate(self, key: Tensor, value: Tensor, entries: int = 0) -> None:
         """Make buffers of ``entries`` for batch, device and dtype of states ``[B, H, n, D]``."""

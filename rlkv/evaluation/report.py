@@ -215,7 +215,11 @@ def estimate(metrics: Metrics, digits: int = 2) -> str:
 
 
 def p_number(p_value: float) -> str:
-    return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
+    """Write a p-value; one below the level does not read as the level."""
+    if p_value < 0.001:
+        return "< 0.001"
+    text = f"{p_value:.3f}"
+    return f"< {LEVEL:g}" if p_value < LEVEL == float(text) else text
 
 
 def levels(sparsities: Iterable[float]) -> list[str]:

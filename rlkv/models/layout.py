@@ -55,10 +55,11 @@ def own_layers(config: Any) -> list[Any]:
 class Layer:
     """One layer: what it is (``FULL``, ``SLIDING``, ...; a name of transformers' if unknown).
 
-    ``kv_heads`` and ``head_dim`` are those of its config, also where it keeps no keys and values.
+    Heads and their size are those of its config, also where it keeps no keys and values.
     """
 
     kind: str
+    query_heads: int
     kv_heads: int
     head_dim: int
 
@@ -82,13 +83,14 @@ class Layout:
             ValueError: for a model without attention heads.
         """
         text = config.get_text_config(decoder=True)
-        if getattr(text, "num_attention_heads", None) is None:
+        own = getattr(text, "per_layer_config", None) or [text]
+        if getattr(own[0], "num_attention_heads", None) is None:
             raise ValueError(
                 f"{text.model_type} has no attention heads (its config has no "
                 "num_attention_heads): use a model with attention"
             )
-        own = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
         kinds = _kinds(text)
+        own = own * len(kinds) if len(own) == 1 else own
         layers = [Layer(kind, *_sizes(of)) for kind, of in zip(kinds, own, strict=True)]
         return cls(text.model_type, tuple(layers))
 
@@ -157,10 +159,13 @@ class Layout:
 
 
 def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules with grouped heads, and their names; not what they consist of."""
+    """Yield the decoder's modules with grouped heads, and their names; not what they consist of."""
+    text = type(model.config.get_text_config(decoder=True))
     outer = "."
     for name, module in model.named_modules():
         is_attention = hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx")
+        # a vision tower numbers its own layers (Gemma 4)
+        is_attention = is_attention and isinstance(getattr(module, "config", None), text)
         if is_attention and not name.startswith(outer):
             outer = f"{name}."  # its parts may carry the same facts
             yield name, module
@@ -209,11 +214,12 @@ def _sharing(text: Any, named: list[str]) -> tuple[list[int], list[int]]:
     return list(range(first, len(named))), owners
 
 
-def _sizes(config: Any) -> tuple[int, int]:
-    """Return the KV heads of a layer, and the size of one."""
+def _sizes(config: Any) -> tuple[int, int, int]:
+    """Return the query heads of a layer, its KV heads, and the size of one."""
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    return query_heads, kv_heads, head_dim
 
 
 def gated_places(heads: Sequence[int] | None, num_layers: int, num_kv_heads: int) -> Tensor:

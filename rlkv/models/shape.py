@@ -98,7 +98,7 @@ def max_positions(config: Any) -> int:
     most = getattr(own, "max_position_embeddings", None) or sys.maxsize
     rotation = getattr(own, "rope_parameters", None) or {}
     original = rotation.get("original_max_position_embeddings")
-    if rotation.get("rope_type") == "yarn" and original:
+    if rotation.get("rope_type") == "yarn" and original and rotation.get("factor"):
         most = max(most, int(rotation["factor"] * original))
     elif rotation.get("rope_type") in ("linear", "dynamic"):
         most = max(most, int(rotation["factor"] * most))
@@ -187,6 +187,6 @@ class ModelShape:
             model_type=layout.model_type,
             num_layers=len(layout.layers),
             num_kv_heads=max(layer.kv_heads for layer in layers),
-            num_query_heads=config.get_text_config(decoder=True).num_attention_heads,
+            num_query_heads=layers[0].query_heads,
             head_dim=layers[0].head_dim,
         )

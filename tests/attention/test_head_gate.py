@@ -24,7 +24,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from tests.helpers.families import make_config, make_family
 from tests.helpers.gated import fill_gates
-from tests.helpers.models import make_tiny_model
+from tests.helpers.models import dispatched, make_tiny_model
 
 IDS = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0))
 
@@ -46,6 +46,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # --- what is trained, saved and loaded
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_models_that_accelerate_dispatched_take_gates(is_offloaded: bool, tmp_path: Path) -> None:
+    base = make_tiny_model("llama")
+    place = tmp_path if is_offloaded else None
+    models = [gated(base=of, init_value=0.5) for of in (base, dispatched(base, place))]
+    assert torch.equal(logits(models[0]), logits(models[1]))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "nemotron_h"])

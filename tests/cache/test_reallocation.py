@@ -200,6 +200,18 @@ def test_growing_buffers_are_counted_with_their_headroom(
     assert cache.used_nbytes() == cache.full_nbytes() == ENTRY * entries * (prompt + 80)
 
 
+def test_keys_and_values_may_differ_in_dtype(model: PreTrainedModel) -> None:
+    cache = HeadReallocationCache(ALL_FULL)
+    with torch.autocast("cpu", torch.bfloat16):
+        cached_logits(model, draw_ids(1, 16), cache, [16])
+    layer = cache.layers[0]
+    assert [states.dtype for states in layer.stores[0].planes.values()] == [
+        torch.float32,
+        torch.bfloat16,
+    ]
+    assert cache.nbytes() == cache.full_nbytes() == storage_bytes(cache)
+
+
 def test_compressible_heads_never_grow(model: PreTrainedModel) -> None:
     cache = HeadReallocationCache(~ALL_FULL, sink=2, window=6)
     cached_logits(model, draw_ids(2, 3), cache, [3])

@@ -104,7 +104,7 @@ def test_tables_and_code(tmp_path: Path) -> None:
 def test_marks_need_a_significant_test() -> None:
     found = [mark(0.1, 0.01), mark(-0.1, 0.01), mark(-0.1, 0.2), mark(0.0, 0.0)]
     assert found == [" ▲", " ▼", "", ""]
-    assert [p_number(p) for p in (0.0009, 0.05)] == ["< 0.001", "0.050"]
+    assert [p_number(p) for p in (0.0009, 0.0497, 0.05)] == ["< 0.001", "< 0.05", "0.050"]
 
 
 def test_a_cell_has_accuracy_difference_interval_and_seeds() -> None:

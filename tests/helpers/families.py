@@ -105,6 +105,9 @@ _ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hyb
 _GEMMA3N = {"num_kv_shared_layers": 2, "intermediate_size": [48] * 6, **_layers(*"sfsfsf")}
 _GEMMA3N |= {"activation_sparsity_pattern": [0.0] * 6}
 _GEMMA4 = {"num_kv_shared_layers": 2, **_layers(*"sfsfsf")}
+# as in every checkpoint: it has layers of the numbers of the decoder's
+_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+_TOWER |= {"num_key_value_heads": 2, "num_hidden_layers": 8}
 _GPT_NEO = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 _QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 _QWEN4 |= {"indexer_compress_ratio": 4, "hc_lowrank": 8}
@@ -172,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family("sssssf"),
     "gemma3_text": Family("sssssf"),
     "gemma3n_text": Family("sfsrrr", _GEMMA3N),
-    "gemma4": Family("sssssf"),
+    "gemma4": Family("sssssf", {"vision_config": _TOWER}),
     "gemma4_text": Family("sssssf"),
     "gemma4_shared": Family("sfsrrr", _GEMMA4, "gemma4_text"),
     "gemma4_unified": Family("sssssf"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import disk_offload, dispatch_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlkv.models.loading import load_tokenizer
@@ -74,3 +77,11 @@ def make_tiny_model(family: str, noise: float = 0.1, **overrides: Any) -> PreTra
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     return model
+
+
+def dispatched(model: PreTrainedModel, folder: Path | None = None) -> PreTrainedModel:
+    """Return a copy as ``device_map="auto"`` makes it; with ``folder`` its weights lie there."""
+    model = copy.deepcopy(model)
+    if folder is None:
+        return dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    return disk_offload(model, str(folder), execution_device=torch.device("cpu"))

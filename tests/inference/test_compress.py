@@ -24,7 +24,7 @@ from rlkv.rollout.base import SamplingParams
 from tests.helpers.cached_logits import MIXED as HEADS
 from tests.helpers.families import make_family
 from tests.helpers.gates import random_gates
-from tests.helpers.models import build_tokenizer, make_tiny_model
+from tests.helpers.models import build_tokenizer, dispatched, make_tiny_model
 
 MIXED = HeadAllocation(HEADS)
 ALL_FULL = HeadAllocation(torch.ones_like(HEADS))
@@ -53,6 +53,18 @@ def llama() -> PreTrainedModel:
 
 
 # --- equalities
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_models_that_accelerate_dispatched_are_served(
+    llama: PreTrainedModel, is_offloaded: bool, tmp_path: Path
+) -> None:
+    given = {"input_ids": prompt(3), "attention_mask": MASK, **GREEDY}
+    texts = []
+    for model in (llama, dispatched(llama, tmp_path if is_offloaded else None)):
+        with rlkv.compress(model, MIXED, sink=2, window=4):
+            texts.append(model.generate(**given))
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("protect_prompt", [False, True])

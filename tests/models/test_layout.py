@@ -63,6 +63,17 @@ def test_sizes_are_those_of_the_layers_with_gates() -> None:
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (6, 1, 16)
 
 
+def test_query_heads_are_those_of_the_layers_with_gates() -> None:
+    """In Step 3.7 they differ from those of sliding layers."""
+    if "step3p7" not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know step3p7")
+    text = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = CONFIG_MAPPING["step3p7"](text_config=text | {"num_sliding_attention_heads": 4})
+    assert [layer.query_heads for layer in Layout.from_config(config).layers] == [4, 8]
+    assert ModelShape.from_config(config).num_query_heads == 8
+
+
 def test_modules_are_found_by_the_numbers_of_their_layers() -> None:
     model = make_family("nemotron_h")
     found = Layout.from_config(model.config)

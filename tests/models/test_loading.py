@@ -139,6 +139,9 @@ def test_scaled_positions_reach_further(kind: str) -> None:
     none_full = HeadAllocation(torch.zeros(3, 4, dtype=torch.bool))
     with rlkv.compress(model, none_full, sink=4, window=200), torch.no_grad():
         assert model(torch.ones(1, 300, dtype=torch.int64)).logits.isfinite().all()
+    if kind == "yarn":  # without a factor, the length that the config states is the extended one
+        model.config.rope_parameters["factor"] = None
+        assert max_positions(model.config) == 128
 
 
 # billions of parameters, layers, KV heads: the models' cards, and the paper
