@@ -132,9 +132,6 @@ class HeadGateLayer(nn.Module, BaseTunerLayer):
         super()._apply(keep_precision, recurse)
         return self
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        _refuse_merge()
-
     def unmerge(self) -> None:
         """Nothing was merged."""
 
@@ -146,13 +143,6 @@ def _computing_device(module: nn.Module) -> torch.device:
         if device is not None:
             return torch.device(device)
     return next(module.parameters()).device
-
-
-def _refuse_merge() -> NoReturn:
-    raise ValueError(
-        "head gates cannot be merged into the weights: use unload() for the untouched model, or "
-        "rlkv.compress(...) to serve with the gates"
-    )
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
@@ -349,11 +339,14 @@ class HeadGateModel(BaseTuner):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check_merge_allowed(self) -> NoReturn:
-        _refuse_merge()
+        raise ValueError(
+            "head gates cannot be merged into the weights: use unload() for the untouched model, "
+            "or rlkv.compress(...) to serve with the gates"
+        )
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         if merge:
-            _refuse_merge()
+            self._check_merge_allowed()
         model: Any = self.model
         for module in model.modules():
             if hasattr(module, GATE):

@@ -21,7 +21,7 @@ from rlkv.inference.options import check_least
 from rlkv.models.loading import resolve_device, resolve_dtype
 from rlkv.utils.files import write_json
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import hardware, hardware_line, provenance
+from rlkv.utils.runtime import hardware_line, provenance
 
 COMPARED = 2  # steps of which the outputs are kept
 LEAST_ENTRIES = 128  # what policies need to choose from
@@ -356,7 +356,7 @@ def write_measurement(
     heads = f"{config.query_heads} query heads, {config.kv_heads} KV heads of {config.head_dim}"
     model = f"Llama of {parameters / 1e6:.0f} M parameters"
     what = f"attention of {heads}" if config.layer else model
-    threads = f", {hardware()['torch_threads']} threads" if device.type == "cpu" else ""
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     page = Page(f"rlkv-bench {config.name.replace('_', ' --')}")
     page.records(results, columns)
     facts = {"parameters": parameters, "dtype": dtype, "device": str(device)}

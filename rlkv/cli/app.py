@@ -56,29 +56,29 @@ def packaged(names: Collection[str]) -> list[str]:
     return [path.stem for path in paths if read_config(path).keys() <= set(names)]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a YAML file; ``base: NAME`` adds what only NAME.yaml, in the same folder, sets.
 
+    Args:
+        above: the files that this one is a base of.
+
     Raises:
-        ValueError: if the file or its base cannot be read or is not a mapping, or if the base has a
-            base.
+        ValueError: if the file or a base cannot be read or is not a mapping, or is its own base.
     """
     values = _read_mapping(path)
     name = values.pop("base", None)
     if name is None:
         return values
-    base = path.resolve().parent / f"{name}.yaml"
+    files = (path.resolve(), *above)
+    base = files[0].parent / f"{name}.yaml"
     if "/" in str(name) or not base.is_file():
         raise ValueError(
             f"--config {path}: its base {name}.yaml is not in its folder: write base: NAME "
             "without .yaml"
         )
-    inherited = _read_mapping(base)
-    if "base" in inherited:
-        raise ValueError(
-            f"--config {path}: its base {name} has a base itself: name a file that has none"
-        )
-    return inherited | values
+    if base in files:
+        raise ValueError(f"--config {path}: {name}.yaml is a base of itself: take that line out")
+    return read_config(base, files) | values
 
 
 class _Loader(yaml.SafeLoader):

@@ -183,8 +183,7 @@ def _chat_turn(session: InferSession, chat: Any, message: str) -> None:
     _say(f"{reply.usage.summary()}, {session.heads()}{_cut(reply.completion)}{note}")
 
 
-def main() -> None:
-    run_app(infer)
+main = partial(run_app, infer)
 
 
 if __name__ == "__main__":

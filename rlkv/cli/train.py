@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlkv.cli.app import parse_groups, run_app
@@ -122,12 +123,8 @@ def _distill() -> None:
     distill_gates(settings)
 
 
-def distill_main() -> None:
-    run_app(_distill)
-
-
-def main() -> None:
-    run_app(_train)
+distill_main = partial(run_app, _distill)
+main = partial(run_app, _train)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from rlkv.utils.runtime import first_line
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)  # the least that Triton supports
 # one tile of queries and of outputs has to fit into registers
@@ -95,5 +97,5 @@ def _cannot_launch(device: torch.device) -> str:
     try:
         launch(device)
     except Exception as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return ""

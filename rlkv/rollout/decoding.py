@@ -335,9 +335,14 @@ class _Batch:
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the next tokens; with log-probabilities, 0 where they are not asked for."""
         sampling = self.decoding.sampling
-        if sampling.greedy:
-            token_R = logits_RV.max(-1).indices  # as argmax, which takes 4 times as long on a CPU
-        else:
+        # as argmax, which takes 4 times as long on a CPU
+        highest_R, token_R = logits_RV.max(-1)
+        if not bool((highest_R.isfinite() | ~self.running_R).all()):
+            raise ValueError(
+                f"the model's logits are not finite in {logits_RV.dtype}: load it in bfloat16 or "
+                "float32 (--dtype), or check its weights"
+            )
+        if not sampling.greedy:
             drawn = [
                 0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows
             ]

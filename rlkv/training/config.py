@@ -79,6 +79,7 @@ _READ_WITH = {
     ("finder", "elimination", "attention"): ("elimination_traces",),
     ("rollout", "vllm-server"): ("rollout_servers", "rollout_patience"),
     ("rollout", "vllm", "auto"): ("rollout_kv_gib", "rollout_eager"),
+    ("rollout", "hf", "vllm", "auto"): ("rollout_rows",),
     ("data", "recall"): ("haystack", "passkeys", "passkey_words", "min_length"),
     ("data", "traces"): ("template", "curriculum", "allow_foreign_curriculum"),
     ("adaptive",): ("tau",),
@@ -330,6 +331,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("fsdp", None, "the launcher sets FSDP2: --config_file configs/accelerate/fsdp2.yaml"),
     ("disable_dropout", True, "rollouts have no dropout"),
     ("label_smoothing_factor", 0.0, _OBJECTIVE),
+    ("cast_lm_head_to_fp32", False, "the head has the dtype of --dtype"),
     ("neftune_noise_alpha", None, _OBJECTIVE),
     ("data_seed", None, "all draws follow the option seed"),
     ("train_sampling_strategy", "random", "problems are drawn at random: see shuffle_dataset"),
@@ -337,10 +339,21 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("trust_remote_code", False, "no code from a repository is run"),
     ("resume_from_checkpoint", None, "the same command resumes from its output_dir"),
     ("save_only_model ignore_data_skip", False, "a resumed run goes on as if never stopped"),
+    ("save_strategy", "steps", "save_steps says how often"),
+    ("push_to_hub", False, "rlkv-gates push takes the exported gates to the hub"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
 )
-# beginnings of the options of trl that say nothing of the method
+# beginnings of the options of trl that are heeded: first those of the method
+_HEEDED = (
+    "adam_epsilon",
+    "full_determinism",
+    "lr_scheduler_kwargs",
+    "optim",
+    "shuffle_dataset",
+    "warmup_",
+)
+# those that say nothing of it
 _OF_THE_MACHINE = (
     "accelerator_config",
     "activation_checkpointing",
@@ -352,19 +365,16 @@ _OF_THE_MACHINE = (
     "ds3_",
     "fsdp",
     "gradient_checkpointing",
-    "hub_",
     "local_rank",
-    "log_",
+    "log_level",
+    "log_on_each_node",
     "logging_",
-    "per_device_eval",
-    "project",
-    "push_to_hub",
     "report_to",
     "save_",
     "skip_memory_metrics",
+    "tf32",
     "torch_compile",
     "torch_empty_cache",
-    "trackio_",
 )
 
 
@@ -372,8 +382,9 @@ _OF_THE_MACHINE = (
 class GateTrainingArguments(GRPOConfig):
     """trl's GRPOConfig with the paper's defaults (arXiv 2510.08525).
 
-    AdamW, constant learning rate 0.01, no KL, GRPO loss.  Options of trl that are not named here
-    are accepted too, and not shown by ``--help``.
+    AdamW, constant learning rate 0.01, no KL, GRPO loss.  Some options of trl that are not named
+    here are accepted too (those of the optimizer, of warm-up and of the machine), and not shown by
+    ``--help``.
 
     Attributes:
         given: names of the listed options that do not have their defaults.
@@ -439,6 +450,7 @@ class GateTrainingArguments(GRPOConfig):
     def __post_init__(self) -> None:
         listed = option_names(type(self))
         self.given = {name for name in listed if getattr(self, name) != getattr(type(self), name)}
+        given_of_trl = self.unlisted()  # before trl fills in what follows from others
         check_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
         check_least(self, 1, "prompts_per_step", "num_generations", "num_iterations")
         check_least(self, 1, "steps_per_generation", "generation_batch_size")
@@ -487,11 +499,17 @@ class GateTrainingArguments(GRPOConfig):
                 value = getattr(self, name)
                 if value != needed:
                     raise ValueError(f"{name} must be {needed}, got {value!r}: {why}")
-        for name, value in self.unlisted().items():
+        fixed = {name for names, _, _ in _FIXED for name in names.split()}
+        for name, value in given_of_trl.items():
             if name.startswith("vllm_"):
                 raise ValueError(
                     f"{name}={value!r} is for trl's own rollouts of vLLM, which would not see the "
                     "gates: leave it out; rollout_kv_gib, rollout_rows and importance_cap are ours"
+                )
+            if name not in fixed and not name.startswith(_HEEDED + _OF_THE_MACHINE):
+                raise ValueError(
+                    f"{name}={value!r} is an option of trl that gate training does not heed: "
+                    "leave it out"
                 )
         if not self.temperature > 0:
             raise ValueError(

@@ -56,6 +56,7 @@ from rlkv.training.logs import LOG, RunLog
 from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
+    answers_digest,
     by_length,
     check_dropout,
     check_head,
@@ -126,7 +127,7 @@ def distill_traces(
             samples.append(traces[order[index]])
         return samples
 
-    facts = {"samples": len(traces), "data_digest": digest([text.ids for text in traces])}
+    facts = {"samples": len(traces), "data_digest": answers_digest(traces)}
     return distill(settings, draw, facts, max(len(text.ids) for text in traces), model)
 
 

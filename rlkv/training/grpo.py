@@ -37,7 +37,7 @@ from rlkv.training.config import (
 )
 from rlkv.training.logs import RunLog
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import RunFolder
+from rlkv.training.run_folder import EXPORTED, RunFolder
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
@@ -84,6 +84,11 @@ def train_gates(
     taught, held_out = hold_out(curriculum, settings.held_out, args)
     config = run_config(settings, args, taught, start)
     run = RunFolder(Path(str(args.output_dir)), settings, config)
+    if run.checkpoint is None and (run.path / EXPORTED).exists():
+        raise ValueError(
+            f"{run.path} holds a finished run whose checkpoints are gone, and training again would "
+            "overwrite it: take another --output-dir"
+        )
 
     def make_gates() -> HeadGates:
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)

@@ -159,9 +159,12 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
             f"{folder} holds a run of another version of rlkv, which this one does not continue: "
             "finish it with that version, or take another --output-dir"
         )
+    may_change = RESUMABLE_KEYS
+    if not str(config.get("lr_scheduler_type", "constant")).startswith("constant"):
+        may_change = may_change - {"max_steps", "num_train_epochs"}  # the rates follow from them
     differing = []
     for key, value in config.items():
-        if key not in RESUMABLE_KEYS and before.get(key, value) != value:
+        if key not in may_change and before.get(key, value) != value:
             differing.append(f"{key} {before[key]!r} -> {value!r}")
     if differing:
         raise ValueError(

@@ -572,7 +572,7 @@ class RLKVTrainer(GRPOTrainer):
             raise ValueError(
                 f"the log-probabilities of the rollouts differ from the trainer's by {mean:.2f} on "
                 f"average: the rollout engine{where} must serve the same model with the same sink "
-                "and window"
+                "and window" + ("; a small --top-k raises them too" if self.args.top_k else "")
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -189,10 +189,6 @@ class Verifier:
             (answer, extract_answer(output) if output else None) for output, answer in pairs
         )
 
-    def is_correct(self, output: str | None, answer: Answer) -> bool:
-        """Return whether ``output`` ends in the right ``answer``."""
-        return self.are_correct([(output, answer)])[0]
-
     def close(self) -> None:
         """End the worker processes; they start again when needed."""
         with self._lock:
@@ -269,4 +265,4 @@ def is_correct(output: str | None, answer: Answer) -> bool:
     Raises:
         ValueError: if math-verify is needed and not installed (pip install 'rlkv[eval]').
     """
-    return _DEFAULT.is_correct(output, answer)
+    return are_correct([(output, answer)])[0]

@@ -116,7 +116,7 @@ def test_what_an_option_does_not_take_is_one_sentence(arguments: list[str], mess
         ("base: ../first\n", "base: "),
         ("base: ''\n", "base: "),
         ("base: absent\n", "absent.yaml is not in"),
-        ("base: config\n", "has a base itself"),
+        ("base: config\n", "config.yaml is a base of itself"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path: Path, text: str, message: str) -> None:

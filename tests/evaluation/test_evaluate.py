@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
-from rlkv.cli.app import CONFIGS, parse
+from rlkv.cli.app import CONFIGS, parse, read_config
 from rlkv.cli.jobs import run_eval as evaluate
 from rlkv.evaluation import sandbox
 from rlkv.evaluation.evaluate import (
@@ -174,7 +173,7 @@ def test_the_example_configs(name: str) -> None:
     assert {m.ranking for m in methods} == {None, "random-heads", *rankings}
     assert find_tasks(config.tasks, None)
     if name != "tiny":  # they evaluate what the training writes
-        trained = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+        trained = read_config(CONFIGS / f"{name}.yaml")
         assert config.gates[0] == f"rlkv={trained['output_dir']}/gates.pt"
         assert (config.model, config.sink) == (trained["model"], trained["deploy_sink"])
 

@@ -162,6 +162,10 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--no-disable-dropout", "disable_dropout must be True.*rollouts have no dropout"),
         ("--resume-from-checkpoint c", "resume_from_checkpoint must be None.*output_dir"),
         ("--save-only-model", "save_only_model must be False"),
+        ("--save-strategy epoch", "save_strategy must be steps"),
+        ("--push-to-hub", "push_to_hub must be False.*rlkv-gates push"),
+        ("--cast-lm-head-to-fp32", "cast_lm_head_to_fp32 must be False"),
+        ("--router-aux-loss-coef 0.01", "router_aux_loss_coef=0.01 is an option of trl that"),
         (
             "--prompts-per-step 4 --gradient-accumulation-steps 1",
             "gradient_accumulation_steps=1 and prompts_per_step=4, which takes 2 passes",
@@ -244,6 +248,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
         ("--rollout vllm-server --rollout-eager", {"rollout_eager": "--rollout vllm or auto"}),
         ("--importance-cap 4", {"importance_cap": "--rollout vllm: .* are not weighed"}),
         ("--rollout vllm --importance-cap 4 --rollout-kv-gib 3", {}),
+        ("--rollout vllm-server --rollout-rows 9", {"rollout_rows": "--rollout hf or vllm or"}),
         ("--stable-steps 5", {"stable_steps": "--target-sparsity"}),
         ("--stable-steps 0", {}),
         ("--no-adaptive --tau 0.6", {"tau": "--adaptive$"}),

@@ -62,6 +62,17 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         RunFolder(tmp_path, RLKVSettings(resume=False), ONE)
 
 
+def test_rates_that_follow_from_the_number_of_steps_keep_it(tmp_path: Path) -> None:
+    for kind, steps in (("constant", 100), ("linear", 100)):
+        config = ONE | {"lr_scheduler_type": kind, "max_steps": steps}
+        folder = tmp_path / kind
+        folder_of(folder, config).write_config()
+        (folder / "log.jsonl").write_text("{}\n")
+    folder_of(tmp_path / "constant", ONE | {"lr_scheduler_type": "constant", "max_steps": 200})
+    with pytest.raises(ValueError, match="max_steps 100 -> 200"):
+        folder_of(tmp_path / "linear", ONE | {"lr_scheduler_type": "linear", "max_steps": 200})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [

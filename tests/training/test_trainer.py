@@ -185,6 +185,9 @@ def test_a_finished_run_is_exported_again_and_no_other_takes_its_folder(
         random_run.run(run, ["--max-steps", "1", "--l1-beta", "0.1"])
     with pytest.raises(ValueError, match="--resume"):
         random_run.run(run, ["--max-steps", "1", "--no-resume"])
+    shutil.rmtree(run / "checkpoint-1")
+    with pytest.raises(ValueError, match="finished run whose checkpoints are gone"):
+        random_run.run(run, ["--max-steps", "1"])
 
 
 def test_more_epochs_go_on_where_fewer_ended(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def test_missing_math_verify_names_the_pip_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     fresh = Verifier()
-    assert fresh.is_correct(r"\boxed{7}", "7"), "plain cases need no math-verify"
+    assert fresh.are_correct([(r"\boxed{7}", "7")]) == [True], "plain cases need no math-verify"
     with pytest.raises(ValueError, match=r"rlkv\[eval\]"):
-        fresh.is_correct(r"\boxed{\frac{1}{2}}", "0.5")
+        fresh.are_correct([(r"\boxed{\frac{1}{2}}", "0.5")])
 
 
 def test_importing_the_verifier_does_not_import_sympy() -> None:

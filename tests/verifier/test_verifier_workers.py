@@ -60,7 +60,7 @@ def test_adversarial_text_is_not_equal_within_the_limit(
     monkeypatch.chdir(tmp_path)
     text = BAIT[name]
     # a worker that the last case killed starts again
-    hasty_verifier.is_correct(r"\boxed{\frac{1}{2}}", "0.5")
+    hasty_verifier.are_correct([(r"\boxed{\frac{1}{2}}", "0.5")])
     started = time.monotonic()
     assert hasty_verifier.are_correct([(text, "7")]) == [False]
     # seconds where reading is linear, hours where it is not
