@@ -57,7 +57,9 @@ def packaged(names: Collection[str]) -> list[str]:
 
 
 def read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a YAML file; ``base: NAME`` adds what only NAME.yaml, in the same folder, sets.
+    """Read a YAML file; ``base: NAME`` adds what only NAME.yaml sets.
+
+    That lies in the same folder, or is a packaged config.
 
     Args:
         above: the files that this one is a base of.
@@ -71,12 +73,14 @@ def read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     files = (path.resolve(), *above)
     base = files[0].parent / f"{name}.yaml"
+    if not base.is_file():
+        base = CONFIGS / f"{name}.yaml"
     if "/" in str(name) or not base.is_file():
         raise ValueError(
-            f"--config {path}: its base {name}.yaml is not in its folder: write base: NAME "
-            "without .yaml"
+            f"--config {path}: its base {name}.yaml is not in its folder, and no packaged config: "
+            "write base: NAME without .yaml"
         )
-    if base in files:
+    if any(base.samefile(file) for file in files):
         raise ValueError(f"--config {path}: {name}.yaml is a base of itself: take that line out")
     return read_config(base, files) | values
 

@@ -35,7 +35,8 @@ The run goes to --output-dir: log.jsonl, checkpoints every --save-steps, and at 
 gates.safetensors, adapter_weights.tsv (if every layer has gates), adapter/, figures and
 summary.json.  A run that was stopped or killed resumes when the same command is given again.
 
-Options of trl's GRPOConfig that are not listed here are accepted too; --config files may name them.
+Options of trl's GRPOConfig for the optimizer, the warm-up and the machine are accepted too, and
+--config files may name them.
 """
 
 DISTILL = """Find the heads by distillation: no rollouts, dense gradients, one device.

@@ -83,14 +83,15 @@ class Layout:
             ValueError: for a model without attention heads.
         """
         text = config.get_text_config(decoder=True)
-        own = getattr(text, "per_layer_config", None) or [text]
+        differs = getattr(text, "is_heterogeneous", False)
+        own = list(text.per_layer_config) if differs else [text]
         if getattr(own[0], "num_attention_heads", None) is None:
             raise ValueError(
                 f"{text.model_type} has no attention heads (its config has no "
                 "num_attention_heads): use a model with attention"
             )
         kinds = _kinds(text)
-        own = own * len(kinds) if len(own) == 1 else own
+        own = own if differs else own * len(kinds)
         layers = [Layer(kind, *_sizes(of)) for kind, of in zip(kinds, own, strict=True)]
         return cls(text.model_type, tuple(layers))
 

@@ -335,13 +335,13 @@ class _Batch:
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the next tokens; with log-probabilities, 0 where they are not asked for."""
         sampling = self.decoding.sampling
-        # as argmax, which takes 4 times as long on a CPU
+        # where it is greedy as argmax, which takes 4 times as long on a CPU
         highest_R, token_R = logits_RV.max(-1)
         if not bool((highest_R.isfinite() | ~self.running_R).all()):
-            raise ValueError(
-                f"the model's logits are not finite in {logits_RV.dtype}: load it in bfloat16 or "
-                "float32 (--dtype), or check its weights"
-            )
+            advice = "check its weights"
+            if logits_RV.dtype == torch.float16:
+                advice = f"load it in bfloat16 or float32 (--dtype), or {advice}"
+            raise ValueError(f"the model's logits are not finite in {logits_RV.dtype}: {advice}")
         if not sampling.greedy:
             drawn = [
                 0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows

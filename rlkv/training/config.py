@@ -340,6 +340,7 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("resume_from_checkpoint", None, "the same command resumes from its output_dir"),
     ("save_only_model ignore_data_skip", False, "a resumed run goes on as if never stopped"),
     ("save_strategy", "steps", "save_steps says how often"),
+    ("enable_jit_checkpoint", False, "SIGTERM writes a checkpoint anyway"),
     ("push_to_hub", False, "rlkv-gates push takes the exported gates to the hub"),
     ("min_p generation_kwargs pad_to_multiple_of", None, _SAMPLING),
     ("repetition_penalty", 1.0, _SAMPLING),
@@ -351,6 +352,7 @@ _HEEDED = (
     "lr_scheduler_kwargs",
     "optim",
     "shuffle_dataset",
+    "tf32",
     "warmup_",
 )
 # those that say nothing of it
@@ -372,7 +374,6 @@ _OF_THE_MACHINE = (
     "report_to",
     "save_",
     "skip_memory_metrics",
-    "tf32",
     "torch_compile",
     "torch_empty_cache",
 )

@@ -53,7 +53,13 @@ from rlkv.models.shape import max_positions
 from rlkv.training.callbacks import GateMean, StopOnTermination, clamp_gate
 from rlkv.training.config import DistillSettings
 from rlkv.training.logs import LOG, RunLog
-from rlkv.training.run_folder import RunFolder, load_tensors, new_checkpoint, save_tensors
+from rlkv.training.run_folder import (
+    RunFolder,
+    load_tensors,
+    new_checkpoint,
+    refuse_retraining,
+    save_tensors,
+)
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
     answers_digest,
@@ -97,6 +103,7 @@ def distill_gates(
     Raises:
         ValueError: for data, a model or a folder that do not fit.
     """
+    refuse_retraining(Path(settings.output_dir))
     if tokenizer is None:
         tokenizer = load_tokenizer(settings.model)
     if settings.data == "recall":

@@ -37,7 +37,7 @@ from rlkv.training.config import (
 )
 from rlkv.training.logs import RunLog
 from rlkv.training.plan import PROMPT_TOKENS, Machine, make_plan
-from rlkv.training.run_folder import EXPORTED, RunFolder
+from rlkv.training.run_folder import RunFolder, refuse_retraining
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.training.trainer import Reward, RLKVTrainer, verifier_reward
 from rlkv.utils.runtime import digest, require
@@ -84,11 +84,7 @@ def train_gates(
     taught, held_out = hold_out(curriculum, settings.held_out, args)
     config = run_config(settings, args, taught, start)
     run = RunFolder(Path(str(args.output_dir)), settings, config)
-    if run.checkpoint is None and (run.path / EXPORTED).exists():
-        raise ValueError(
-            f"{run.path} holds a finished run whose checkpoints are gone, and training again would "
-            "overwrite it: take another --output-dir"
-        )
+    refuse_retraining(run.path)
 
     def make_gates() -> HeadGates:
         return run.gates(trainer.model, trainer.gate_mean.mean(), "rlkv", trainer.state.global_step)
@@ -193,6 +189,10 @@ def unread_by_grpo(settings: RLKVSettings, args: GateTrainingArguments) -> dict[
         found["stable_steps"] = "--target-sparsity"
     if settings.rollout == "hf" and "importance_cap" in args.given:
         found["importance_cap"] = "--rollout vllm: the trainer's own samples are not weighed"
+    if args.lr_scheduler_type == "constant":
+        for name in ("warmup_steps", "lr_scheduler_kwargs"):
+            if getattr(args, name):
+                found[name] = "--lr-scheduler-type, such as constant_with_warmup"
     return found
 
 

@@ -160,8 +160,8 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
             "finish it with that version, or take another --output-dir"
         )
     may_change = RESUMABLE_KEYS
-    if not str(config.get("lr_scheduler_type", "constant")).startswith("constant"):
-        may_change = may_change - {"max_steps", "num_train_epochs"}  # the rates follow from them
+    if _rates_follow_from_steps(config):
+        may_change = may_change - {"max_steps", "num_train_epochs"}
     differing = []
     for key, value in config.items():
         if key not in may_change and before.get(key, value) != value:
@@ -172,6 +172,24 @@ def check_output_dir(folder: Path, config: dict[str, Any], resume: bool) -> Path
             "to continue it, or another --output-dir"
         )
     return newest
+
+
+def _rates_follow_from_steps(config: dict[str, Any]) -> bool:
+    """Return whether the learning rate of a step depends on the number of all steps."""
+    kind = config.get("lr_scheduler_type", "constant")
+    if kind == "constant":
+        return False
+    is_share = 0 < config.get("trl", {}).get("warmup_steps", 0) < 1  # of all steps
+    return is_share or kind not in ("constant_with_warmup", "inverse_sqrt")
+
+
+def refuse_retraining(folder: Path) -> None:
+    """Raise ValueError if a finished run has no checkpoint, so that it would be trained anew."""
+    if (folder / EXPORTED).exists() and last_checkpoint(folder) is None:
+        raise ValueError(
+            f"{folder} holds a finished run whose checkpoints are gone, and training again would "
+            "overwrite it: take another --output-dir"
+        )
 
 
 def link(place: Path, target: Path) -> None:

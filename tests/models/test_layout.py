@@ -63,6 +63,10 @@ def test_sizes_are_those_of_the_layers_with_gates() -> None:
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (6, 1, 16)
 
 
+def test_a_model_of_one_layer() -> None:
+    assert Layout.from_config(make_config("llama", num_hidden_layers=1)).heads == (2,)
+
+
 def test_query_heads_are_those_of_the_layers_with_gates() -> None:
     """In Step 3.7 they differ from those of sliding layers."""
     if "step3p7" not in CONFIG_MAPPING:

@@ -111,7 +111,7 @@ def test_draws_at_the_ends_find_possible_tokens() -> None:
 def test_logits_that_are_not_finite_are_refused(temperature: float) -> None:
     model = make_tiny_model("llama")
     model.lm_head.weight.data[7] = torch.nan  # an overflow in float16 gives NaN too
-    with pytest.raises(ValueError, match=r"not finite in torch.float32: load it in bfloat16"):
+    with pytest.raises(ValueError, match=r"not finite in torch.float32: check its"):
         HFEngine(model, build_tokenizer()).generate(["1"], SamplingParams(4, temperature))
 
 

@@ -249,6 +249,8 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
         ("--importance-cap 4", {"importance_cap": "--rollout vllm: .* are not weighed"}),
         ("--rollout vllm --importance-cap 4 --rollout-kv-gib 3", {}),
         ("--rollout vllm-server --rollout-rows 9", {"rollout_rows": "--rollout hf or vllm or"}),
+        ("--warmup-steps 5", {"warmup_steps": "--lr-scheduler-type, such as constant_with_"}),
+        ("--warmup-steps 5 --lr-scheduler-type linear", {}),
         ("--stable-steps 5", {"stable_steps": "--target-sparsity"}),
         ("--stable-steps 0", {}),
         ("--no-adaptive --tau 0.6", {"tau": "--adaptive$"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,23 @@ def test_results_of_other_settings_are_not_overwritten(tmp_path: Path) -> None:
         RunFolder(tmp_path, RLKVSettings(resume=False), ONE)
 
 
-def test_rates_that_follow_from_the_number_of_steps_keep_it(tmp_path: Path) -> None:
-    for kind, steps in (("constant", 100), ("linear", 100)):
-        config = ONE | {"lr_scheduler_type": kind, "max_steps": steps}
-        folder = tmp_path / kind
-        folder_of(folder, config).write_config()
-        (folder / "log.jsonl").write_text("{}\n")
-    folder_of(tmp_path / "constant", ONE | {"lr_scheduler_type": "constant", "max_steps": 200})
-    with pytest.raises(ValueError, match="max_steps 100 -> 200"):
-        folder_of(tmp_path / "linear", ONE | {"lr_scheduler_type": "linear", "max_steps": 200})
+@pytest.mark.parametrize(
+    ("kind", "warmup", "follow"),
+    [
+        ("constant", 0, False),
+        ("constant_with_warmup", 5, False),
+        ("constant_with_warmup", 0.1, True),
+        ("linear", 0, True),
+    ],
+)
+def test_rates_that_follow_from_the_number_of_steps_keep_it(
+    tmp_path: Path, kind: str, warmup: float, follow: bool
+) -> None:
+    config = ONE | {"lr_scheduler_type": kind, "trl": {"warmup_steps": warmup}}
+    folder_of(tmp_path, config | {"max_steps": 100}).write_config()
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="max_steps 100 -> 200") if follow else nullcontext():
+        folder_of(tmp_path, config | {"max_steps": 200})
 
 
 @pytest.mark.parametrize(
