@@ -293,8 +293,8 @@ def make_plan(
         ValueError: for a model that cannot have gates.
     """
     device = args.device if machine.card is None else torch.device("cuda")
-    lengths = [row.get("output_tokens") for row in rows or ()]
-    lengths = [length for length in lengths if isinstance(length, int | float) and length > 0]
+    stated = [row.get("output_tokens") for row in rows or ()]
+    lengths = [length for length in stated if isinstance(length, int | float) and length > 0]
     plan = Plan(
         settings=settings,
         args=args,
