@@ -230,7 +230,8 @@ def test_a_step_on_a_cpu_takes_about_what_was_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     step = ["--model", "qwen", "--prompts-per-step", "8", "--max-completion-length", "512"]
     settings, args = parse_config([*step, "--rollout-rows", "32", "--use-cpu"])
-    found = make_plan(settings, args, Machine(1, None, None), [{"output_tokens": 332}])
+    rows = [{"output_tokens": 332}, {"output_tokens": "1000"}]  # text is no number
+    found = make_plan(settings, args, Machine(1, None, None), rows)
     assert found.seconds == pytest.approx([111, 75], rel=0.2)
 
 
