@@ -219,8 +219,7 @@ class EvictingStore(Store):
         if self.policy.accumulates and evictable:
             keys = held["keys"][:, :, -evictable:]
             queries = query[:, :, :, -evictable:].flatten(1, 2) * scaled
-            scores = self.policy.scores(keys, queries, segment.valid)
-            self.policy.check_scores(scores, keys)
+            scores = self._scores(keys, queries, segment.valid)
             held["scores"][:, :, -evictable:] += scores.masked_fill(~segment.valid[:, None], 0.0)
         if segment.due is not None:
             held = self._evict(held, segment)
@@ -229,6 +228,13 @@ class EvictingStore(Store):
         self._make_room(segment.columns_after, segment.columns_before if segment.length == 1 else 0)
         for name, plane in held.items():
             self.planes[name].narrow(2, 0, segment.columns_after).copy_(plane)
+
+    def _scores(self, keys: Tensor, queries: Tensor, valid: Tensor, **draws: Any) -> Tensor:
+        # under autocast their products would be of 16 bits
+        with torch.autocast(keys.device.type, enabled=False):
+            scores = self.policy.scores(keys, queries, valid, **draws)
+        self.policy.check_scores(scores, keys)
+        return scores
 
     def _observe(self, latest: Tensor) -> None:
         earlier = [] if self.queries is None else [self.queries]
@@ -254,8 +260,7 @@ class EvictingStore(Store):
             draws: dict[str, Any] = {}
             if self.policy.draws:
                 draws = {"seen": segment.seen, "layer": self.layer}
-            scores = self.policy.scores(keys, queries, valid, **draws)
-            self.policy.check_scores(scores, keys)
+            scores = self._scores(keys, queries, valid, **draws)
         kept = self.policy.keep(scores, segment.budgets, valid)
         if self.state.record:
             self._record(due(held["positions"])[:, :, -evictable:], scores, kept, segment)

@@ -71,6 +71,28 @@ def test_recorded_scores_are_those_of_the_policy(model: PreTrainedModel, name: s
         assert torch.equal(scores[0].gather(1, kept.positions), kept.scores)
 
 
+@pytest.mark.parametrize("name", ["rkv", "snapkv", "h2o"])
+def test_autocast_does_not_reach_scores(model: PreTrainedModel, name: str) -> None:
+    policy = INSTANCES[name]
+    calls: list[tuple[Tensor, ...]] = []
+
+    class Spy(type(policy)):  # type: ignore[misc]
+        def scores(self, keys: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
+            scores = super().scores(keys, queries, valid)
+            # the buffers are written again later
+            calls.append((scores.clone(), keys.clone(), queries.clone(), valid.clone()))
+            return scores
+
+    spy = Spy(**{f.name: getattr(policy, f.name) for f in fields(policy) if f.init})
+    with torch.autocast("cpu", torch.bfloat16):
+        cached_logits(
+            model, draw_ids(1, 30), HeadReallocationCache(MIXED, eviction=spy), [20] + [1] * 10
+        )
+    assert calls
+    for scores, *arguments in calls:
+        assert torch.equal(scores, policy.scores(*arguments))
+
+
 @pytest.mark.parametrize("name", ["rkv", "h2o"])
 def test_a_model_with_a_scale_of_its_own(name: str) -> None:
     model = make_tiny_model("granite", attn_implementation=IMPLEMENTATION)
