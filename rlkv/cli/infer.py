@@ -158,6 +158,11 @@ def _answer_file(session: InferSession) -> None:
 def _chat(session: InferSession) -> None:
     chat = Chat(session.engine, session.sampling, session.template)
     _say("Chat: /reset starts over, Ctrl-D ends.")
+    if session.template != "plain":
+        _say(
+            f"Messages are sent in the prompt template {session.template!r}; as they are with "
+            "--template plain."
+        )
     while True:
         try:
             message = input("> " if sys.stdin.isatty() else "").strip()

@@ -24,7 +24,8 @@ takes.
     rlkv-filter --config filter_tiny                              # the built-in model, on a CPU
     torchrun --nproc_per_node 8 data_prep/filter_deepscaler.py    # on 8 GPUs, an engine each
     rlkv-filter --input problems.jsonl --model ./my-model --shard 0/4 --output-dir /shared/folder
-    rlkv-filter --input problems.jsonl --outputs mine.jsonl       # outputs that you have
+    rlkv-filter --input problems.jsonl --model ./my-model --template boxed \\
+        --outputs mine.jsonl                                      # outputs that you have
 
 A run that was stopped resumes when it is started again with the same settings, with any number of
 shards.  Started by torchrun or accelerate launch, every process decodes its part on a GPU of its
@@ -41,7 +42,8 @@ EVAL = """Evaluate methods on benchmarks: every text in a file, tables with inte
     rlkv-eval --preset modern --config eval_llama8b --output-dir results/llama8b_modern
     rlkv-eval --config eval_llama8b --gates rlkv=a.tsv duo=b.tsv --output-dir FOLDER \\
         --methods full rlkv@0.4 duo@0.4 random-heads@0.4 rkv@ratio=0.6 rlkv@0.4+rkv@256
-    rlkv-eval --engine vllm --gates rlkv=a.tsv --methods full rlkv@0.4 --output-dir FOLDER
+    rlkv-eval --engine vllm --model ./my-model --tasks gsm8k --gates mine=gates.safetensors \\
+        --methods full mine@0.4 --output-dir FOLDER
     accelerate launch --num_processes 4 inference/evaluate.py --config eval_llama8b \\
         --output-dir FOLDER
 

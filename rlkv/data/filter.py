@@ -113,7 +113,9 @@ class FilterConfig(ModelOptions):
     seed: int = 0
     """seed of the sampling, and of --input tiny and smol"""
     template: str | None = None
-    """prompt template: rlkv, boxed or plain; default: plain for the model smol, else rlkv"""
+    """prompt template: rlkv, boxed or plain; default: plain for the model smol, none for --outputs,
+    else rlkv
+    """
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """what decodes: transformers (hf) or vLLM; auto: vLLM where it is installed, transformers for
     built-in models
@@ -151,6 +153,12 @@ class FilterConfig(ModelOptions):
         """Raise ``ValueError`` for values that no job can have."""
         check_least(self, 1, "num_problems", "batch_size", "max_new_tokens", "limit", "max_length")
         check_vllm_options(self.engine, self.device, self.kv_gib)
+        if self.outputs is None and self.outputs_field != FilterConfig.outputs_field:
+            raise ValueError("--outputs-field is a field of --outputs, which is missing: pass both")
+        if self.outputs is not None and (self.engine != "auto" or self.kv_gib is not None):
+            raise ValueError(
+                "--outputs are recorded, and --engine and --kv-gib are for decoding: leave them out"
+            )
         if self.engine == "vllm":
             check_version()
         if self.buckets:
@@ -169,6 +177,7 @@ class FilterConfig(ModelOptions):
         defaults = dict(BUILT_IN.get(self.model, PAPER))
         if self.outputs is not None:
             defaults["input"] = self.outputs  # recorded outputs that carry their answers
+            del defaults["template"]  # nobody says what their prompts were
         defaults["output_dir"] = str(curriculum_folder(self.model))
         missing = {}
         for name, value in defaults.items():

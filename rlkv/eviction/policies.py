@@ -37,7 +37,8 @@ class H2O(EvictionPolicy):
 
     Attributes:
         variant: "paper"; "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured
-            with, where both halves are rounded down: of an odd budget one entry less is kept.
+            with, where both halves are rounded down: of an odd budget one entry less is kept.  What
+            else their evaluator did differently is not reproduced (docs/serve.md).
     """
 
     buffer: int = 1
@@ -139,7 +140,7 @@ class RPC(EvictionPolicy):
     The prompt stays whole.  The last R queries pay attention to the entries before the last R ones
     (softmax per query head, without the prompt); the sum over the R queries, the mean over heads,
     and the mean over a window of ``kernel`` entries (entries beyond the ends count as 0) give the
-    scores ``[B, H, N]``.
+    scores ``[B, H, N]``.  The released code takes the newest query twice, and not the R-th.
 
     The schedule (section 3.3): the first eviction is due at P + R tokens, the others every P tokens
     after it.  After n evictions the next one chooses among ``n * int(P/c) + P`` entries and keeps
@@ -240,6 +241,10 @@ class SinkWindow(EvictionPolicy):
 
     The score is the entry's place in the sequence, float ``[B, H, N]``: the later, the higher.
 
+    Keys keep their positions, where StreamingLLM numbers them by their place in the cache, and its
+    sinks are 4.  Eviction comes after attention: a query sees ``budget + 1`` entries, its own
+    included, one more than in a compressible head without a policy.
+
     Attributes:
         window: most recent entries kept (the current token counts); ``budget = sink + window``,
             give one of the two.
@@ -311,7 +316,8 @@ class TOVA(EvictionPolicy):
 
     Score = the attention of the last query to each entry, softmax over all entries, mean over all
     query heads of the layer that are under the policy (without gates all of them): ``[B, N]``,
-    given to every head, so that they keep the same tokens.
+    given to every head, so that they keep the same tokens.  The last token stays; the authors' code
+    may drop it.
     """
 
     buffer: int = 1

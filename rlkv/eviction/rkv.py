@@ -216,7 +216,7 @@ class RKV(EvictionPolicy):
             to i + W - 1.
         variant: "paper"; "published" for the selection of the authors' code (in which only odd
             kernels run); "rlkv_tables" for what the tables of RLKV (arXiv 2510.08525) were measured
-            with, see :meth:`capacity`.
+            with, see :meth:`capacity`.  docs/serve.md says what neither reproduces.
         compacted: of "rlkv_tables": how many of the last entries compete, the older ones stay.
 
     The budget of RLKV's tables is ``ratio`` of the tokens read and S + W - 4G entries, for the G

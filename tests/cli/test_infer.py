@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -300,6 +301,19 @@ def test_user_errors_are_one_line_and_exit_code_2(
     assert sorted(tmp_path.iterdir()) == before, "nothing is written"
     lines = re.split(r"[\r\n]+", err.strip())
     assert [line.startswith("error: ") for line in lines if "Loading weights" not in line] == [True]
+
+
+def test_answers_without_math_verify_are_refused_before_a_batch(
+    gates_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = tmp_path / "in.jsonl"
+    problems.write_text('{"problem": "a=7 . find a ?", "answer": "7"}\n')
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    config = InferConfig(gates=str(gates_file), input=problems, output=tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match=r"needs the package math-verify.*rlkv\[eval\]"):
+        InferSession.open(config)
+    problems.write_text('{"problem": "a=7 . find a ?"}\n')
+    InferSession.open(config)
 
 
 # --- eviction

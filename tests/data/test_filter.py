@@ -198,6 +198,8 @@ def test_repeated_problems_take_their_outputs_in_order(tmp_path: Path, model_fol
     report = run_filter(config).report
     assert report is not None
     assert (report["correct"], report["wrong"], report["missing"]) == (1, 1, 1)
+    (row,) = read_curriculum(tmp_path / "out" / "curriculum.jsonl")
+    assert row["template"] is None
 
 
 def test_jobs_that_cannot_be_done(tmp_path: Path, model_folder: str, recorded: str) -> None:
@@ -234,6 +236,8 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
         (["--buckets", "5"], "bucket '5'"),
         (["--engine", "sglang"], "--engine 'sglang'"),
         (["--template", "some"], "unknown prompt template 'some'"),
+        (["--outputs-field", "text"], "--outputs-field is a field of --outputs, which is missing"),
+        (["--outputs", "some.jsonl", "--engine", "hf"], "--engine and --kv-gib are for decoding"),
         *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
         pytest.param(
             ["--engine", "vllm"],
