@@ -404,6 +404,10 @@ def full_backend(stock: Attention, aligned: bool = False) -> type[AttentionBacke
         def get_builder_cls() -> Any:
             return AlignedStockBuilder if aligned else FullBuilder
 
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+            return LAYOUTS  # in others the engine may lengthen the blocks of a bin
+
     return FullBackend
 
 

@@ -76,6 +76,9 @@ def test_full_heads_share_metadata_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         layer: Any = SimpleNamespace(attn_backend=stock)
         found = backends.full_backend(layer)
         assert found.get_name() == "TRITON_ATTN"
+        for aligned in (False, True):
+            bins = backends.full_backend(layer, aligned)
+            assert bins.supported_kv_cache_layouts() == backends.LAYOUTS
         assert (found.__mro__[1] is stock) == (stock is TritonAttentionBackend)
         builder = found.get_builder_cls()
         builder.build(object.__new__(builder), 0, None)
