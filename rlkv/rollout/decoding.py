@@ -30,6 +30,9 @@ REFILL_AT = 0.75
 # the same where a graph serves and no prompt waits: its time hardly depends on the rows
 GRAPH_LEAVE_AT = 0.25
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
+# tokens, with padding, that are read in one call where further rows can join: 8 prompts of 32k in
+# one would make masks and MLP states of 8 GB each
+READ_AT_ONCE = 2**15
 GRAPH_AFTER = 1  # step of the same rows, which loads what a recording may not load
 SIMILAR = 0.9  # of the longest prompt's length, which further ones must have: the rest is padding
 
@@ -201,7 +204,10 @@ class Decoding:
 
         def admit(rows: int, together: int) -> _Batch:
             """Take the next prompts, at most ``rows``; beyond ``together`` only similar ones."""
-            least = SIMILAR * len(waiting[0].token_ids)
+            longest = len(waiting[0].token_ids)
+            least = SIMILAR * longest
+            if joins:
+                rows = min(rows, max(1, READ_AT_ONCE // longest))
             read = [waiting.popleft() for _ in range(min(rows, together, len(waiting)))]
             while waiting and len(read) < rows and len(waiting[0].token_ids) >= least:
                 read.append(waiting.popleft())

@@ -240,6 +240,7 @@ def test_prompts_are_read_with_others_of_about_their_length(
     full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlkv.rollout.decoding.READ_TOGETHER", 4)
+    monkeypatch.setattr("rlkv.rollout.decoding.READ_AT_ONCE", 400)
     tokenizer = build_tokenizer()
     model = make_tiny_model("llama", vocab_size=VOCAB)
     texts = [render_prompt(tokenizer, p["problem"]) for p in tiny.problems(60, seed=5)]
@@ -261,6 +262,8 @@ def test_prompts_are_read_with_others_of_about_their_length(
     reads = [shape for shape in shapes if shape[1] > 1]
     assert sum(shape[0] for shape in reads) == len(texts)
     assert sum(shape.numel() for shape in reads) < 1.15 * sum(lengths)
+    assert max(shape[0] for shape in reads) > 4
+    assert max(shape.numel() for shape in reads) <= 400
     assert max(shape[0] for shape in shapes) == len(texts)
 
 
