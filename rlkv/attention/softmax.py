@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
+# the same on a GPU, a few copies of 1 GB: less would be thousands of small kernels for a long text
+SCORES_ON_GPU = 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,21 +121,23 @@ class Softmax:
                 enable_gqa=groups > 1,
             )
         # blocks of queries: without gradients only the scores of one are in memory
-        block = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
+        at_once = SCORES_ON_GPU if query.is_cuda else SCORES_AT_ONCE
+        block = max(1, at_once // (batch * heads * key.shape[2]))
         place_K = torch.arange(key.shape[2], device=query.device)
         sinks = self.sinks_of(heads, length)
         outputs = []
         for begin in range(0, length, block):
             end = min(begin + block, length)
             seen = mask
+            last = end if causal else None  # later keys are seen by no query of the block
             if causal:
-                seen = place_K <= torch.arange(begin, end, device=query.device)[:, None]
+                seen = place_K[:last] <= torch.arange(begin, end, device=query.device)[:, None]
             elif mask is not None and mask.shape[-2] > 1:
                 seen = mask[..., begin:end, :]
             grouped = query[:, :, begin:end].reshape(batch, key.shape[1], -1, size)
-            products = (grouped @ key.mT).view(batch, heads, end - begin, -1)
+            products = (grouped @ key[:, :, :last].mT).view(batch, heads, end - begin, -1)
             own = None if sinks is None else sinks[:, :, begin:end]
             weights = self.weights(products, seen, own).to(value.dtype)
-            out = weights.reshape(*grouped.shape[:3], -1) @ value
+            out = weights.reshape(*grouped.shape[:3], -1) @ value[:, :, :last]
             outputs.append(out.view(batch, heads, end - begin, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

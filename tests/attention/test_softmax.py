@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlkv.attention import branches, softmax
 from rlkv.attention.branches import full_attention, local_attention
@@ -51,6 +52,29 @@ def test_attention_equals_the_reference(
     seen = torch.ones(1, 1, 1, 30) > 0
     everything = KINDS[kind].attend(*states)
     assert (everything - reference(*states, seen, KINDS[kind])).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("queries", [30, 11])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_causal_call_read_the_keys_that_they_see(
+    kind: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of one block, whatever keys lie behind the queries."""
+    states = [state.detach().double() for state in make_states(make_call([(0, 0)] * 2, 30))]
+    states[0] = states[0][:, :, :queries]
+    found = []
+    for block in (30, 4):
+        monkeypatch.setattr(softmax, "SCORES_AT_ONCE", block * 2 * 6 * 30)
+        inputs = [state.clone().requires_grad_() for state in states]
+        with FlopCounterMode(display=False) as counter:
+            out = KINDS[kind].attend(*inputs, causal=True)
+        gradients = torch.autograd.grad(out.sin().sum(), inputs)
+        found.append((counter.get_total_flops(), out, *gradients))
+    whole, blocks = found
+    for own, expected in zip(blocks[1:], whole[1:], strict=True):
+        assert (own - expected).abs().max() < 1e-14  # float64 sums of 30 terms
+    seen = sum(min(4, queries - at) * min(at + 4, queries) for at in range(0, queries, 4))
+    assert blocks[0] == whole[0] * seen // queries**2
 
 
 FORMS: list[tuple[Padding, int]] = [
