@@ -141,10 +141,15 @@ class Store(ABC):
         """Forget all tokens; memory is kept for the next ones."""
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Make buffers of ``capacity`` entries, of which the first ``used`` are kept."""
-        for name, old in self.planes.items():  # one after the other: never both old and new of all
-            self.planes[name] = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
-            self.planes[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
+        """Make buffers of ``capacity`` entries, of which the first ``used`` are kept.
+
+        Where memory ends, all stay as they were.
+        """
+        new = {}
+        for name, old in self.planes.items():
+            new[name] = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
+            new[name].narrow(2, 0, used).copy_(old.narrow(2, 0, used))
+        self.planes.update(new)
 
 
 class FullStore(Store):

@@ -34,6 +34,7 @@ READ_TOGETHER = 16  # prompts that are read in one call even if their lengths di
 # one would make masks and MLP states of 8 GB each
 READ_AT_ONCE = 2**15
 GRAPH_AFTER = 1  # step of the same rows, which loads what a recording may not load
+GRAPH_AGAIN = 256  # steps after one that could not be made: trying takes longer than a step
 SIMILAR = 0.9  # of the longest prompt's length, which further ones must have: the rest is padding
 
 
@@ -327,6 +328,8 @@ class _Batch:
             self.graphed = graphed_step(
                 self.decoding.model, self.cache, self.new_RQ, self.padding_R, self.running_R
             )
+            if self.graphed is None:
+                self.steps -= GRAPH_AGAIN
 
     def _drop_graph(self) -> None:
         if self.graphed is not None:

@@ -199,25 +199,29 @@ def graphed_step(
     columns = cache.get_seq_length()
     room = sys.maxsize
     step: type[GraphedStep]
-    if isinstance(cache, GrowingCache) and _takes_places(model, cache):
-        step = GrowingStep
-        room = min(layer.look_ahead(AHEAD) for layer in cache.layers)
-    elif layers := _kernel_layers(cache):
-        step = ReallocatedStep
-        for layer in layers:
-            for store in layer.stores:
-                if isinstance(store, FullStore):
-                    room = min(room, store.look_ahead(columns, AHEAD))
-    else:
-        return None
-    if columns >= room:
-        return None
     try:
+        if isinstance(cache, GrowingCache) and _takes_places(model, cache):
+            step = GrowingStep
+            room = min(layer.look_ahead(AHEAD) for layer in cache.layers)
+        elif layers := _kernel_layers(cache):
+            step = ReallocatedStep
+            for layer in layers:
+                for store in layer.stores:
+                    if isinstance(store, FullStore):
+                        room = min(room, store.look_ahead(columns, AHEAD))
+        else:
+            return None
+        if columns >= room:
+            return None
         return step(model, cache, room, ids, padding, running)
     except RuntimeError as error:
-        _REFUSED.add(model)
         # the end of a capture that failed raises an error of its own
-        reason = first_line(error.__context__ or error)
+        cause = error.__context__ or error
+        if isinstance(cause, torch.OutOfMemoryError):
+            reason = "out of memory"  # not for good: fewer rows, or another job's end, make room
+        else:
+            _REFUSED.add(model)
+            reason = first_line(cause)
         warnings.warn(
             f"no CUDA graph could be made of the model ({reason}): tokens take longer", stacklevel=2
         )

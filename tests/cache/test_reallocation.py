@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 from rlkv.cache import IMPLEMENTATION, CacheSettings, HeadReallocationCache, schedule
 from rlkv.cache.accounting import KVSizes, kv_nbytes
+from rlkv.cache.plan import CacheState
 from rlkv.cache.reallocation import GrowingCache, GrowingLayer, full_cache
+from rlkv.cache.stores import FullStore
 from rlkv.eviction import H2O, RKV, RPC, EvictionPolicy
 from rlkv.models.layout import Layout
 from tests.helpers.cached_logits import (
@@ -59,6 +61,29 @@ def test_a_prompt_of_one_token(model: PreTrainedModel, protect_prompt: bool) -> 
     got = cached_logits(model, ids, cache, [1] * 20)
     want = reference_logits(model, ids, MIXED, int(protect_prompt), WINDOW)
     assert (got - want).abs().max() < TOLERANCE
+
+
+def test_a_store_without_memory_to_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FullStore(2, cast(CacheState, None))
+    for name in ("keys", "values"):
+        store.planes[name] = torch.randn(1, 2, 5, 3)
+    before = dict(store.planes)
+    new_empty = torch.Tensor.new_empty
+    sizes: list[tuple[int, ...]] = []
+
+    def ends_at_second(tensor: torch.Tensor, *size: int) -> torch.Tensor:
+        sizes.append(size)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError
+        return new_empty(tensor, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", ends_at_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        store.reserve(9, 5)
+    assert all(store.planes[name] is before[name] for name in before)
+    store.reserve(9, 5)
+    for name, plane in before.items():
+        assert torch.equal(store.planes[name][:, :, :5], plane)
 
 
 @pytest.mark.parametrize(

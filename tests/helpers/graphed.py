@@ -130,6 +130,16 @@ class Standin:
 
         return replay, result
 
+    def fail_once(self, forward: Callable[[], Tensor], device: torch.device) -> Any:
+        """As a model for which memory ends in its first capture, which then cannot end."""
+        if self.recorded:
+            return self.record(forward, device)
+        self.recorded += 1
+        try:
+            raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError:
+            raise RuntimeError("capture invalidated")  # noqa: B904
+
     def fail(self, forward: Callable[[], Tensor], device: torch.device) -> Any:
         """As a model that waits: its error, and that of the capture which then cannot end."""
         self.recorded += 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkv.attention.mixed import fast_decoding
-from rlkv.cache.reallocation import full_cache
+from rlkv.cache.reallocation import GrowingLayer, full_cache
 from rlkv.rollout.base import Sample
 from rlkv.rollout.hf import HFEngine
 from rlkv.utils.runtime import GRAPH
@@ -67,6 +67,33 @@ def test_full_caches_give_the_same_texts(sample: Callable[[str], Any]) -> None:
         assert own.token_ids == other.token_ids
         if isinstance(own, Sample):
             assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("ends_in", ["the recording", "the buffers"])
+def test_a_model_is_tried_again_where_memory_ended(
+    ends_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sample_plain("cpu")
+    standin = Standin()
+    record = standin.fail_once
+    if ends_in == "the buffers":
+        record = standin.record
+        grow = GrowingLayer._grow
+        asked: list[int] = []
+
+        def grow_later(layer: GrowingLayer, needed: int, *like: torch.Tensor) -> None:
+            if layer.get_seq_length():
+                asked.append(needed)
+                if len(asked) == 1:
+                    raise torch.OutOfMemoryError
+            grow(layer, needed, *like)
+
+        monkeypatch.setattr(GrowingLayer, "_grow", grow_later)
+    said = r"no CUDA graph could be made of the model \(out of memory\)"
+    with recorded(record), pytest.warns(UserWarning, match=said):
+        found = sample_plain("cpu")
+    assert standin.replayed >= 10
+    assert [own.token_ids for own in found] == [other.token_ids for other in expected]
 
 
 def test_a_caller_that_stops_early_finds_its_cache_as_it_is() -> None:
