@@ -17,6 +17,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rlkv.utils.numbers import check_whole
 
+COMPARED_AT_ONCE = 2**26  # entries of masks: 64 MB, where whole ones of 64k tokens take 4 GB each
+
 # keyword arguments of an attention call that do not change its result, as they are meant for other
 # parts of the model, or that every attention here heeds (rlkv.attention.softmax)
 UNDERSTOOD = frozenset(
@@ -192,10 +194,16 @@ def is_plain_causal(call: dict[str, Any]) -> bool:
     # a sliding window, which may be longer than the text; that of Gemma 3 has no size here
     if call.get("local_size") is not None or call.get("use_vmap"):
         return False
-    found = sdpa_mask(**{**call, "allow_is_causal_skip": False})
-    plain = {"mask_function": causal_mask_function, "allow_is_causal_skip": False}
-    expected = sdpa_mask(**{**call, **plain})
-    return found is not None and expected is not None and torch.equal(found, expected)
+    queries = call["q_length"]
+    block = max(1, COMPARED_AT_ONCE // (call["batch_size"] * call["kv_length"]))
+    for begin in range(0, queries, block):
+        part = {**call, "q_length": min(block, queries - begin), "allow_is_causal_skip": False}
+        part["q_offset"] = call["q_offset"] + begin
+        found = sdpa_mask(**part)
+        expected = sdpa_mask(**{**part, "mask_function": causal_mask_function})
+        if found is None or expected is None or not torch.equal(found, expected):
+            return False
+    return True
 
 
 class StockMask(Unread):

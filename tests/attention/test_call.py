@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, or_masks
 
-from rlkv.attention.call import OF_SDPA, MixedCall, mixed_mask, refuse_variants
+from rlkv.attention import call as call_module
+from rlkv.attention.call import (
+    OF_SDPA,
+    MixedCall,
+    is_plain_causal,
+    mixed_mask,
+    refuse_variants,
+)
 from rlkv.attention.mixed import GATE, Gate, mixed_attention
 from rlkv.cache.layer import NewStates, realloc_attention
 
@@ -94,6 +101,33 @@ def test_a_static_cache(queries: int, offset: int | Tensor, padding: Tensor | No
     rest: dict[str, Any] = {"batch_size": 1, "mask_function": causal_mask_function}
     with pytest.raises(ValueError, match="static"):
         mixed_mask(q_length=queries, kv_length=32, q_offset=offset, attention_mask=padding, **rest)
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_a_mask_is_compared_with_the_causal_one_in_blocks(
+    offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_module, "COMPARED_AT_ONCE", 2 * (offset + 7) * 3)  # three queries
+    kinds = torch.zeros(2, offset + 7, dtype=torch.long)
+    sizes: list[int] = []
+
+    def within_images(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        sizes.append(row.numel() * query.numel() * key.numel())
+        return (kinds[row, query] == 1) & (kinds[row, key] == 1)
+
+    call = {
+        "batch_size": 2,
+        "q_length": 7,
+        "kv_length": offset + 7,
+        "q_offset": offset,
+        "attention_mask": torch.tensor([[True] * (offset + 7), [False] + [True] * (offset + 6)]),
+        "mask_function": or_masks(causal_mask_function, within_images),
+    }
+    assert is_plain_causal(call)
+    assert max(sizes) == call_module.COMPARED_AT_ONCE
+    assert sum(sizes) == 2 * (offset + 7) * 7
+    kinds[1, -2:] = 1  # in different blocks
+    assert not is_plain_causal(call)
 
 
 def test_what_models_must_not_look_into_says_so() -> None:
