@@ -441,6 +441,8 @@ class GateTrainingArguments(GRPOConfig):
     ddp_find_unused_parameters: bool | None = False  # every gate takes part in every step
     pad_to_multiple_of: int | None = None  # as trl's "auto" becomes
     disable_dropout: bool = True  # as in rollouts
+    # seconds: with rollout servers the other processes wait in a collective for the whole rollout
+    ddp_timeout: int = 4 * 3600
     disable_tqdm: bool | None = True  # the trainer prints its own line per step
 
     def __post_init__(self) -> None:

@@ -57,6 +57,8 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     paper = ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"]
     assert values(training, *paper) == [0.01, 0.017, 0.9, 0.999, 1.0]
     assert training.lr_scheduler_type == "constant"
+    assert training.ddp_timeout == 4 * 3600
+    assert read("--ddp-timeout", "60")[1].ddp_timeout == 60
 
 
 @pytest.mark.parametrize("name", PAPER)
