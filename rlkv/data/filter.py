@@ -155,10 +155,6 @@ class FilterConfig(ModelOptions):
         check_vllm_options(self.engine, self.device, self.kv_gib)
         if self.outputs is None and self.outputs_field != FilterConfig.outputs_field:
             raise ValueError("--outputs-field is a field of --outputs, which is missing: pass both")
-        if self.outputs is not None and (self.engine != "auto" or self.kv_gib is not None):
-            raise ValueError(
-                "--outputs are recorded, and --engine and --kv-gib are for decoding: leave them out"
-            )
         if self.engine == "vllm":
             check_version()
         if self.buckets:

@@ -167,12 +167,7 @@ def check_installed() -> None:
 
 
 def check_vllm_options(engine: str, device: str, kv_gib: float | None) -> None:
-    """Raise ``ValueError`` for memory without vLLM, and for a device that it does not take."""
-    if kv_gib is not None and engine == "hf":
-        raise ValueError(
-            "--kv-gib is the memory of vLLM's KV cache, and --engine is hf: leave it out, or pass "
-            "--engine vllm"
-        )
+    """Raise ``ValueError`` for no memory, and for a device that vLLM does not take."""
     if kv_gib is not None and not kv_gib > 0:
         raise ValueError(f"--kv-gib must be above 0, got {kv_gib}")
     if engine == "vllm" and device != "auto":

@@ -237,7 +237,6 @@ def test_defaults_and_yaml(tmp_path: Path) -> None:
         (["--engine", "sglang"], "--engine 'sglang'"),
         (["--template", "some"], "unknown prompt template 'some'"),
         (["--outputs-field", "text"], "--outputs-field is a field of --outputs, which is missing"),
-        (["--outputs", "some.jsonl", "--engine", "hf"], "--engine and --kv-gib are for decoding"),
         *[(["--shard", bad], "shard") for bad in ("4/4", "1", "a/b", "0/0", "")],
         pytest.param(
             ["--engine", "vllm"],

@@ -221,7 +221,6 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
         (["--num-samples", "4", "tiny=2", "tiny=3"], "'tiny=3'"),
         (["--num-samples", "tinny=2"], "'tinny'"),
         (["--top-p", "0.95"], "--temperature 0 draws nothing"),
-        (["--kv-gib", "2"], "--kv-gib is the memory of vLLM's KV cache, and --engine is hf"),
         (["--max-new-tokens", "tiny=-1"], "'tiny=-1'"),
     ],
 )
