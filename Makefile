@@ -89,7 +89,7 @@ test-vllm-slow: $(VLLM)/.installed
 		tests/vllm
 
 # the lower ends of pyproject.toml, as far as they go together, and the newest of what matters most
-OLDEST_PINS := torch==2.10.0 transformers==5.16.1 numpy==2.0.2 scipy==1.15.3 matplotlib==3.9.4 safetensors==0.5.3 \
+OLDEST_PINS := torch==2.10.0 transformers==5.16.1 numpy==2.0.2 scipy==1.15.3 matplotlib==3.9.4 safetensors==0.8.0 \
 	jinja2==3.1.4 rich==13.9.4 tyro==1.0.0 datasets==5.0.0 wandb==0.22.0
 NEWEST_PINS := torch==2.15.0 transformers==5.24.0
 
@@ -99,7 +99,7 @@ NEWEST_PINS := torch==2.15.0 transformers==5.24.0
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "installing into $(@D) (a few minutes the first time; torch is the CUDA build, 5 GB)"
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train,eval,wandb,dev]" $(PINS)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train,eval,gguf,wandb,dev]" $(PINS)
 	touch $@
 
 test-oldest test-newest: test-%: .venv-%/.installed

@@ -29,6 +29,7 @@ from rlkv.gates.head_gates import HeadGates
 from rlkv.models.layout import ranges
 from rlkv.models.shape import same_model
 from rlkv.utils.files import check_new
+from rlkv.utils.runtime import require
 
 Address = Annotated[Positional[str], arg(metavar="hf://OWNER/NAME")]
 Gates = Annotated[Positional[str], arg(metavar="GATES", help="Gates file, folder or hub address.")]
@@ -50,6 +51,8 @@ class Report:
     """Page to write; default: report.html in RUN_DIR."""
 
     def run(self) -> None:
+        require("trl", "train")
+        require("peft", "train")
         from rlkv.evaluation.run_page import write_training_page
 
         out = self.out or self.run_dir / "report.html"

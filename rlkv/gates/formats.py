@@ -118,9 +118,13 @@ def _is_hub_address(path: str) -> bool:
 
 def _download(address: str) -> Path:
     """Fetch the folder with the gates files of a repository, from the hub or its local cache."""
-    from httpx import HTTPError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # of the HTTP library that this version of the hub's uses
+        RevisionResolutionError,
+    )
 
     repo, revision = hub_address(address)
     try:

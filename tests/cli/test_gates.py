@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_plot(gates_file: Path) -> None:
     assert run("plot", gates_file, histogram, "--histogram") == 0
     assert heat_map.read_bytes().startswith(b"\x89PNG")
     assert heat_map.read_bytes() != histogram.read_bytes()
+
+
+@pytest.mark.parametrize("package", ["trl", "peft"])
+def test_a_report_without_the_extra_is_one_sentence(
+    package: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert run("report", tmp_path) == 2
+    assert f"needs the package {package}" in capsys.readouterr().err
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

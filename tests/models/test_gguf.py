@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlkv.models.builtin import forget_blocks
 from rlkv.models.gguf import find_gguf
 from rlkv.models.loading import load_model, load_tokenizer, model_source
 from tests.helpers.models import make_tiny_model
@@ -112,6 +114,14 @@ def test_a_file_is_converted_once_wherever_it_lies(
     for same in (tmp_path / "copy.gguf", tmp_path):
         assert model_source(str(same)) == folder
     assert capsys.readouterr().err == ""
+
+
+def test_a_version_that_notes_no_blocks(model: Any) -> None:
+    read = copy.deepcopy(model)
+    read.config.quantization_config = {}
+    for _ in range(2):  # the second time there is none
+        forget_blocks(read)
+    assert not hasattr(read.config, "quantization_config")
 
 
 def test_a_folder_with_several_files_is_refused(file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from contextlib import nullcontext
 from importlib.metadata import EntryPoint
@@ -11,6 +12,7 @@ import pytest
 
 from rlkv.vllm import plugin
 from rlkv.vllm.plugin import check_installed, check_version, check_vllm_options, choose_engine
+from rlkv.vllm.settings import SERVED
 from tests.helpers.installed import CPU_BUILD, GPU_BUILD, pretend_vllm
 from tests.helpers.paths import ROOT
 
@@ -88,6 +90,19 @@ def test_a_version_that_was_only_compared_starts_with_a_warning(
     message = r"0\.33\.0 has every name .* run with vllm 0\.31 and 0\.32"
     with pytest.warns(UserWarning, match=message):
         check_version()
+
+
+@pytest.mark.parametrize("found", ["0.28.0", "0.32.1", "0.33.0", None])
+def test_other_versions_keep_their_models(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[str] = []
+    registry = SimpleNamespace(register_model=lambda name, where: registered.append(name))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    monkeypatch.setattr(plugin, "_prepare_every_config", lambda: None)
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    plugin.register()
+    assert registered == (list(SERVED) if found in ("0.32.1", "0.33.0") else [])
 
 
 def test_the_package_asks_for_versions_that_were_run() -> None:
