@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**24  # of queries and keys, over all query heads: a few copies of 64 MB
-# the same on a GPU, a few copies of 1 GB: less would be thousands of small kernels for a long text
-SCORES_ON_GPU = 2**28
+# the same on a GPU, a few copies of 256 MB: less would be thousands of kernels for a long text
+SCORES_ON_GPU = 2**26
 
 
 @dataclass(frozen=True, eq=False)

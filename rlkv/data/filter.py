@@ -515,7 +515,13 @@ def summarize(
         "buckets": fills,
     }
     wrong = [problems[index].answer for index in status if status[index] == "wrong"]
-    report["notes"] = notes(report, wrong)
+    found = notes(report, wrong)
+    if config.template is None:
+        found.append(
+            "The curriculum names no prompt template: training takes the model's, unless "
+            "--template is passed here or there."
+        )
+    report["notes"] = found
     report["config"] = {**asdict(config), "buckets": ",".join(map(str, buckets))}
     return report, curriculum
 

@@ -309,7 +309,6 @@ class EvalConfig(SamplingOptions, TaskOptions):
             raise ValueError("--methods is empty: name a method, such as full")
         number_for("", self.num_samples, "--num-samples")
         check_vllm_options(self.engine, self.device, self.kv_gib)
-        self.check_draws()
 
     def load_engine(self) -> TransformersModel | VLLMModel:
         """Load the model for the engine."""

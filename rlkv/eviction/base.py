@@ -126,8 +126,8 @@ class EvictionPolicy(ABC):
         sink: first entries of a sequence that are always kept.
         extra: entries on top of ``ratio`` (S + W in appendix F).
         protect_prompt: the prompt (the first call's tokens; later chat turns are not protected)
-            stays whole: the policy sees, its softmax runs over (as in RPC's code) and ``budget``
-            counts only what came after it.  ``sink`` is 0 then.
+            stays whole.  Only what came after it is scored, also in the softmax (as in RPC's
+            code), and counted by ``budget``.  ``sink`` is 0 then.
 
     Raises:
         ValueError: for values of the wrong type or out of range, or unless exactly one of

@@ -241,8 +241,8 @@ class SinkWindow(EvictionPolicy):
 
     The score is the entry's place in the sequence, float ``[B, H, N]``: the later, the higher.
 
-    Keys keep their positions, where StreamingLLM numbers them by their place in the cache, and its
-    sinks are 4.  Eviction comes after attention: a query sees ``budget + 1`` entries, its own
+    Keys keep their positions; StreamingLLM numbers them by their place in the cache, and keeps 4
+    sinks.  Eviction comes after attention: a query sees ``budget + 1`` entries, its own
     included, one more than in a compressible head without a policy.
 
     Attributes:

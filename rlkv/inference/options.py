@@ -97,14 +97,6 @@ class SamplingOptions:
     seed: int = 0
     """of all random draws"""
 
-    def check_draws(self) -> None:
-        """Raise ValueError for limits of draws without draws."""
-        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
-            raise ValueError(
-                "--top-p and --top-k limit what is drawn, and --temperature 0 draws nothing: pass "
-                "a --temperature above 0, or --top-p 1 and --top-k 0"
-            )
-
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """Return how to decode."""
         from rlkv.rollout.base import SamplingParams

@@ -22,9 +22,9 @@ from rlkv.models.shape import max_positions
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, check_length
 from rlkv.utils.files import is_text, read_jsonl
 from rlkv.utils.progress import progress_bar
-from rlkv.utils.runtime import digest, digest_of, library_facts, provenance, require
+from rlkv.utils.runtime import digest, digest_of, library_facts, provenance
 from rlkv.utils.store import check_output, open_store
-from rlkv.verifier import has_answer, is_correct
+from rlkv.verifier import check_installed, has_answer, is_correct
 from rlkv.verifier.extraction import opening
 from rlkv.vllm.settings import ServingSettings, check_temperature
 
@@ -120,7 +120,11 @@ class InferConfig(SamplingOptions, CacheOptions, ModelOptions):
             raise ValueError("--prompt is empty: there is nothing to answer")
         if prompt is not None and not is_text(prompt):
             raise ValueError("--prompt holds bytes that are not UTF-8: write it in UTF-8")
-        self.check_draws()
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
+            raise ValueError(
+                "--top-p and --top-k limit what is drawn, and --temperature 0 draws nothing: pass "
+                "a --temperature above 0, or leave them out"
+            )
         if self.compare_full and self.is_chat:
             raise ValueError(
                 "--compare-full needs --prompt or --input: a chat continues with one cache only"
@@ -267,7 +271,7 @@ class InferSession:
         sampling = config.sampling_params(longest)
         problems = [] if config.input is None else read_problems(config.input)
         if any(has_answer(problem.get("answer")) for problem in problems):
-            require("math_verify", "eval")  # before a batch is decoded
+            check_installed()  # before a batch is decoded, after which some output would need it
         gates = None if config.gates_source is None else HeadGates.load(config.gates_source)
         sparsity = config.sparsity
         allocation = None

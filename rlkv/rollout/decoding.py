@@ -30,8 +30,8 @@ REFILL_AT = 0.75
 # the same where a graph serves and no prompt waits: its time hardly depends on the rows
 GRAPH_LEAVE_AT = 0.25
 READ_TOGETHER = 16  # prompts that are read in one call even if their lengths differ
-# tokens, with padding, that are read in one call where further rows can join: 8 prompts of 32k in
-# one would make masks and MLP states of 8 GB each
+# tokens, with padding, of several prompts that are read in one call where further rows can join:
+# 8 prompts of 32k in one would make masks and MLP states of 8 GB each
 READ_AT_ONCE = 2**15
 GRAPH_AFTER = 1  # step of the same rows, which loads what a recording may not load
 GRAPH_AGAIN = 256  # steps after one that could not be made: trying takes longer than a step
@@ -339,7 +339,7 @@ class _Batch:
     def forget_graph(self) -> None:
         """Drop the graph before the cache's rows change, or others use the cache."""
         self._drop_graph()
-        self.steps = 0
+        self.steps = min(self.steps, 0)
 
     def _choose(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the next tokens; with log-probabilities, 0 where they are not asked for."""

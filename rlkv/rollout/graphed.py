@@ -216,16 +216,27 @@ def graphed_step(
         return step(model, cache, room, ids, padding, running)
     except RuntimeError as error:
         # the end of a capture that failed raises an error of its own
-        cause = error.__context__ or error
-        if isinstance(cause, torch.OutOfMemoryError):
+        reason = first_line(error.__context__ or error)
+        if _ran_out_of_memory(error):
             reason = "out of memory"  # not for good: fewer rows, or another job's end, make room
         else:
             _REFUSED.add(model)
-            reason = first_line(cause)
         warnings.warn(
             f"no CUDA graph could be made of the model ({reason}): tokens take longer", stacklevel=2
         )
         return None
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether memory ended, as torch, CUDA or cuBLAS says it, before ``error`` too."""
+    while error is not None:
+        said = str(error)
+        if "out of memory" in said or "ALLOC_FAILED" in said:
+            return True
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__context__
+    return False
 
 
 def _takes_places(model: Any, cache: GrowingCache) -> bool:

@@ -137,6 +137,12 @@ def _decide(answer: str, candidate: str) -> bool | Pairs:
     return pairs_to_compare(answer, candidate)
 
 
+def check_installed() -> None:
+    """Raise ``ValueError`` without math-verify, which this process does not import."""
+    if importlib.util.find_spec("math_verify") is None:
+        require("math_verify", "eval")
+
+
 class Verifier:
     """Verdicts on batches of answers, by processes that start when there is work for them.
 
@@ -203,8 +209,7 @@ class Verifier:
             for worker in self._workers:
                 worker.forget()
             self._have_none()
-        if importlib.util.find_spec("math_verify") is None:
-            require("math_verify", "eval")
+        check_installed()
         with self._lock:
             self._is_stopping = False
             threads = min(self.num_workers, -(-len(jobs) // PAIRS_PER_WORKER))

@@ -220,7 +220,6 @@ def test_sizes_come_from_the_gates(gates_file: Path) -> None:
         (["--num-samples", "4", "2"], "--num-samples 4 2"),
         (["--num-samples", "4", "tiny=2", "tiny=3"], "'tiny=3'"),
         (["--num-samples", "tinny=2"], "'tinny'"),
-        (["--top-p", "0.95"], "--temperature 0 draws nothing"),
         (["--max-new-tokens", "tiny=-1"], "'tiny=-1'"),
     ],
 )

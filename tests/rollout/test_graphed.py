@@ -73,6 +73,7 @@ def test_full_caches_give_the_same_texts(sample: Callable[[str], Any]) -> None:
 def test_a_model_is_tried_again_where_memory_ended(
     ends_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rlkv.rollout.decoding.GRAPH_AGAIN", 5)
     expected = sample_plain("cpu")
     standin = Standin()
     record = standin.fail_once
