@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlkv.vllm.settings import ARCHITECTURES, SERVED, read_request
+from rlkv.vllm.settings import ARCHITECTURES, SERVED, asks_for_rollout, read_request
 
 GROUP = "vllm.general_plugins"
 NAME = "rlkv"
@@ -49,7 +49,7 @@ def _prepare_every_config() -> None:
 
         stock(self, *args, **kwargs)
         is_asked = read_request(self.additional_config) is not None
-        if is_asked:
+        if is_asked or asks_for_rollout(self.additional_config):
             check_version()
         sparsity = prepare_engine(self)
         if is_asked:

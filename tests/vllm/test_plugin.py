@@ -128,16 +128,15 @@ def test_an_installation_without_the_plugin_is_an_error(monkeypatch: pytest.Monk
         check_installed()
 
 
-def test_a_model_is_not_built_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is another version an error where rlkv is not asked for."""
+def test_another_version_is_an_error_where_rlkv_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("vllm")
-    from vllm.model_executor.models.llama import LlamaForCausalLM as StockLlama
+    from vllm.config import VllmConfig
 
-    from rlkv.vllm.models import LlamaForCausalLM
-
-    monkeypatch.setattr(StockLlama, "__init__", lambda self, **options: None)
+    plugin._prepare_every_config()
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.99.0")
-    assert LlamaForCausalLM(vllm_config=SimpleNamespace(additional_config={})).rlkv is None
+    VllmConfig()
     for asked in ({"rlkv": {"gates": "gates.pt", "sparsity": 0.5}}, {"rlkv_mixed": {}}):
         with pytest.raises(ValueError, match=r"0\.99\.0"):
-            LlamaForCausalLM(vllm_config=SimpleNamespace(additional_config=asked))
+            VllmConfig(additional_config=asked)
