@@ -54,8 +54,6 @@ class ServeConfig(ModelOptions):
 
     def check(self) -> None:
         check_vllm_options(self.engine, self.device, self.kv_gib)
-        if self.eager and self.engine == "hf":
-            raise ValueError("--eager is for vLLM, and --engine is hf: leave it out")
         check_least(self, 1, "max_rows", "max_positions")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(

@@ -330,8 +330,6 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     for kv_gib in (0, -1):
         with pytest.raises(ValueError, match=f"--kv-gib.* {kv_gib}"):
             SERVE.ServeConfig(kv_gib=kv_gib).check()
-    with pytest.raises(ValueError, match="--eager is for vLLM"):
-        SERVE.ServeConfig(engine="hf", eager=True).check()
 
 
 def test_the_tiny_model_can_be_served_by_transformers() -> None:
