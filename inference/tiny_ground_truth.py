@@ -33,6 +33,7 @@ from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import compress
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import ModelOptions, check_least
+from rlkv.models.builtin import TINY
 from rlkv.models.prompts import render_prompt
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import SamplingParams
@@ -76,6 +77,11 @@ class GroundTruthConfig(ModelOptions):
 
     def check(self) -> None:
         check_least(self, 1, "num_problems", "num_traces", "random_draws")
+        if self.output == GROUND_TRUTH and self.model != TINY:
+            raise ValueError(
+                f"{GROUND_TRUTH.name} of the package is that of {TINY}: give measurements of "
+                f"{self.model} an --output of their own"
+            )
 
 
 class TraceScorer:

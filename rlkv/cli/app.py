@@ -278,7 +278,7 @@ def _read_arguments(
         if preset is not None:
             values = _read_values(preset_file(preset), f"--preset {preset}", hints) | values
             given = ["--preset", preset, *given]
-    from_files = _as_arguments(values, _option_fields(given))
+    from_files = _as_arguments(values, _option_fields(given), hints)
     return _checked([*from_files, *given], hints, takes_words)
 
 
@@ -304,20 +304,23 @@ def _read_values(path: Path, what: str, names: Collection[str]) -> dict[str, Any
     return values
 
 
-def _as_arguments(values: Mapping[str, Any], overridden: Collection[str]) -> list[str]:
+def _as_arguments(
+    values: Mapping[str, Any], overridden: Collection[str], hints: Mapping[str, Any]
+) -> list[str]:
     """Write ``values`` as options, without those that the command line has itself."""
     arguments: list[str] = []
     for key, value in values.items():
         option = key.replace("_", "-")
-        if value is None or key in overridden:
+        kinds = _kinds(hints[key])
+        # tyro has no word for a switch without a value
+        if key in overridden or (value is None and (types.NoneType not in kinds or bool in kinds)):
             continue
         if isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, list):
             arguments += [f"--{option}", *map(str, value)]
         else:
-            # no shell replaces "~/" in YAML
-            text = json.dumps(value) if isinstance(value, dict) else os.path.expanduser(str(value))
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
             arguments.append(f"--{option}={text}")
     return arguments
 
@@ -338,6 +341,8 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
         if not argument.startswith("--"):
             raise ValueError(f"{argument!r} is no option, and the value of none: see --help")
         option, equals, text = argument.partition("=")
+        text = os.path.expanduser(text)  # no shell replaces "~/" there, nor in YAML
+        argument = option + equals + text
         name = _field(option)
         hint = hints.get(name)
         is_switch = hint in (bool, bool | None)

@@ -216,7 +216,8 @@ def _versus_full(rows: list[Row], full_rows: list[Row]) -> Metrics:
 COARSE = 0.05
 LEGEND = (
     "Accuracy: pass@1 in percent, with 95% intervals over problems. In parentheses: the paired "
-    f"difference to the full cache in points; * ▲ ▼ where a permutation test gives p < {LEVEL:g}. "
+    f"difference to the full cache in points; * ▲ ▼ where a permutation test gives p < {LEVEL:g}, "
+    "uncorrected. "
     "KV: bytes held at the end of each text, of the full cache's for the same tokens. s: share of "
     "KV heads that are compressible."
 )

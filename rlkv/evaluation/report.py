@@ -194,7 +194,9 @@ def provenance_facts(origin: Metrics) -> list[str]:
 
 # --- number formats: the same figure looks the same in every table
 
-AGAINST_FULL = f"in parentheses the paired difference to the full cache (▲ ▼: p < {LEVEL:g})"
+AGAINST_FULL = (
+    f"in parentheses the paired difference to the full cache (▲ ▼: p < {LEVEL:g}, uncorrected)"
+)
 INTERVALS = "brackets: 95% intervals over problems"
 
 

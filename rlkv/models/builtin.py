@@ -76,7 +76,9 @@ def dataset_rows(
     """
     datasets = require("datasets", extra)
     rows = []
-    error = connection_error(name, "README.md", "dataset")
+    # HF_DATASETS_OFFLINE sets this one alone, HF_HUB_OFFLINE both
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    error = None if is_offline else connection_error(name, "README.md", "dataset")
     if error is None:
         try:
             rows = datasets.load_dataset(name, name=config, split=split)
@@ -130,6 +132,10 @@ def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:
             note = f"preparing {about} in {folder} (once, a minute or more)"
             print(note, file=sys.stderr, flush=True)
             write(partial)
+            # safetensors writes files that only their owner reads
+            mode = (partial / "config.json").stat().st_mode
+            for file in partial.rglob("*.safetensors"):
+                file.chmod(mode)
             partial.rename(folder)
     return folder
 

@@ -181,6 +181,9 @@ def load_model(
         raise ValueError(_cannot_load(model, error, hub_error)) from error
     if source != model:
         loaded.config._name_or_path = model  # not its folder: gates files carry this name
+    elif os.sep in model and is_path(model) and not model.startswith((".", os.sep)):
+        # elsewhere "models/mine" would be an id of the hub
+        loaded.config._name_or_path = os.path.join(".", model)
     try:
         loaded = loaded.to(target)
     except torch.OutOfMemoryError as error:
@@ -207,12 +210,20 @@ def load_missing(
 
 def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
+    from transformers.utils import find_adapter_config_file
 
     source = model_source(model)
+    is_local = hub_error is not None
     try:
+        # transformers would load its base below it, and gates that are switched off take it along
+        if find_adapter_config_file(source, local_files_only=is_local) is not None:
+            raise ValueError(
+                "it is an adapter of PEFT: merge it into its base model (merge_and_unload), save "
+                "that with its tokenizer, and give the new folder"
+            )
         # the tokenizers of mistral-common have no chat template and cannot write a prompt as text
         tokenizer = AutoTokenizer.from_pretrained(
-            source, local_files_only=hub_error is not None, mistral_format=False
+            source, local_files_only=is_local, mistral_format=False
         )
     except _loading_errors() as error:
         raise ValueError(_cannot_load(model, error, hub_error)) from error
@@ -241,16 +252,19 @@ def _hub_error(model: str) -> str | None:
 
 def _loading_errors() -> tuple[type[Exception], ...]:
     """Return what transformers raises for files that it cannot load."""
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import HTTPError, StrictDataclassError
     from safetensors import SafetensorError
 
     # ImportError: the package of a quantised checkpoint; KeyError: a rope_scaling without its
-    # factor; StrictDataclassError: a value of config.json of another type
+    # factor; StrictDataclassError: a value of config.json of another type; HTTPError: of the HTTP
+    # library, when a download breaks off
     known = (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
-    return (*known, SafetensorError, StrictDataclassError)
+    return (*known, HTTPError, SafetensorError, StrictDataclassError)
 
 
 def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
+    from huggingface_hub.errors import HTTPError
+
     reason = first_line(error)
     if isinstance(error, KeyError):
         reason = f"it lacks {reason}"
@@ -259,8 +273,9 @@ def _cannot_load(model: str, error: Exception, hub_error: str | None) -> str:
     if is_path(model):
         return f"cannot load a model from {model!r}: {reason}"
     # others are not of a download: it is there, and cannot be read
-    if not isinstance(error, OSError | ValueError | RuntimeError):
-        return f"cannot load model {model!r}: {reason}"
+    if not isinstance(error, (OSError, HTTPError)):
+        offline = "" if hub_error is None else f" (the hub does not answer: {hub_error})"
+        return f"cannot load model {model!r}: {reason}{offline}"
     if hub_error is not None:
         reason = f"{hub_error}; its local cache does not hold it either"
     return (

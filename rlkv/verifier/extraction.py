@@ -28,13 +28,13 @@ _JOIN = re.compile(
 )
 _FINAL = re.compile(
     r"\bfinal\s{1,9}answer(?:\s{1,9}(?:is|equals)\b|\s{0,9}=|[\s*_#:]{0,9}?[:\n])"
-    r"(?:\s{1,9}(?:therefore|thus|then|simply)\b)?",
+    r"(?:\s{1,9}(?:therefore|thus|then|simply|indeed|also|still|now)\b)?",
     re.IGNORECASE,
 )
-# "given to 2 decimal places" is not a value that could replace a box
-_REMARK = re.compile(
-    r"\W*(?:(?:also|then|now|already)\s)?"
-    r"(?:given|rounded|correct|accurate|expressed|written|boxed|shown|stated|reported)\b",
+# "given to 2 decimal places" is not a value that could replace a box, nor "confirmed by 3 + 4 = 7"
+_VALUE = re.compile(
+    r"\s*(?:(?:the|equal|to)\s+)*"
+    r"(?:[-+±]?\s?[\d.$£€(\[{\\√π<>]|[a-z]\d*\s*[=^_+*/(-]|[a-z]+\s*=|(?:sqrt|pi)\b)",
     re.IGNORECASE,
 )
 _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
@@ -146,7 +146,7 @@ def _statement(said: str) -> str:
 
 
 def _is_value(stated: str) -> bool:
-    return re.search(r"[\d\\]", stated) is not None and _REMARK.match(stated) is None
+    return re.search(r"[\d\\]", stated) is not None and _VALUE.match(stated) is not None
 
 
 def _last_line(text: str) -> str | None:

@@ -130,6 +130,8 @@ _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
     "almost minus plus squared cubed factorial twice double if when from at per"
 ).union(_SCALES, _PARTS, _NUMBERS)
+# behind a number they change nothing: 12 more apples, 45 miles from home
+_BEHIND = word_set("more fewer less from to at over under")
 _FILLING = word_set("a an the of in total unit there is are it answer exist exactly only just all")
 _LEADING = word_set("option choice answer exactly only just a total of the or")
 _TRIGONOMETRY = r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)"
@@ -189,7 +191,7 @@ def _without_unit(text: str) -> tuple[str, tuple[str, ...]]:
         unit = _LETTER_UNITS.get(name, name) + hat + power
         if word in ("per", "/") and found:
             found[-1] += f"/{unit}"
-        elif name not in _FILLING:
+        elif name not in _FILLING | _BEHIND:
             found.append(unit)
     return text, tuple(found)
 
@@ -311,7 +313,9 @@ def read(text: str) -> Reading:
         text,
     )
     if base := _BASE.fullmatch(text):
-        return Reading("", words=f"{base[1].lstrip('0').lower()} base {base[2] or base[3]}")
+        if (base[2] or base[3]) != "10":
+            return Reading("", words=f"{base[1].lstrip('0').lower()} base {base[2] or base[3]}")
+        text = base[1]
     words = re.findall(_WORD, text)
     if words and not re.search(r"[A-Za-z\d]", re.sub(_WORD, "", text)):
         return _words(words)

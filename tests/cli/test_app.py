@@ -30,6 +30,7 @@ class Config:
     """hub id, folder or tiny"""
     sparsities: tuple[float, ...] = (0.5,)
     limit: int | None = None
+    keep: int | None = 2
     fresh: bool = False
     protect: bool | None = None
     engine: Literal["hf", "vllm"] = "hf"
@@ -130,7 +131,15 @@ def test_a_value_may_look_like_an_option(tmp_path: Path) -> None:
     assert read("--model", "-1", "--part", "None").model == "-1"
 
 
-def test_a_home_folder_in_a_file(tmp_path: Path) -> None:
+def test_nothing_may_be_a_value(tmp_path: Path) -> None:
+    text = "limit: null\nprotect: null\nmodel: null\nkeep: null\n"
+    assert read("--keep", "None").keep is None
+    found = read("--config", write(tmp_path, text))
+    assert (found.limit, found.protect, found.model, found.keep) == (None, None, "tiny", None)
+
+
+def test_a_home_folder_that_no_shell_replaces(tmp_path: Path) -> None:
+    assert read("--model=~/x").model == f"{Path.home()}/x"
     assert read("--config", write(tmp_path, "model: ~/x\n")).model == f"{Path.home()}/x"
     assert read("--config", write(tmp_path, "model: a~/x\n")).model == "a~/x"
 

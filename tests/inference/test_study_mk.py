@@ -301,8 +301,13 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").touch()
-    for goal, folder, quick in (("demo", out, "1"), ("study", out, ""), ("demo", foreign, "")):
-        refused = make(goal, folder, f"QUICK={quick}", **stub)
+    for goal, folder, change in (
+        ("demo", out, "QUICK=1"),
+        ("study", out, "QUICK="),
+        ("demo", foreign, "QUICK="),
+        ("demo", out, "LLM_DATA=other"),
+    ):
+        refused = make(goal, folder, change, **stub)
         assert refused.returncode == 2
         assert f"{folder} was not started with these settings" in refused.stderr
         assert "FRESH=1" in refused.stderr

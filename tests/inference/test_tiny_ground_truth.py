@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,12 @@ def test_share_of_traces_is_the_share_of_equal_decodings() -> None:
     assert 0 < sum(same) < len(same)  # a case in which the score could be wrong
     assert share == sum(same) / len(same)
     assert log_probability < scorer(full)[1]
+
+
+def test_the_measurements_of_the_package_are_those_of_its_model(tmp_path: Path) -> None:
+    PROGRAM.GroundTruthConfig(model="mine", output=tmp_path / "mine.json").check()
+    with pytest.raises(ValueError, match=r"ground_truth\.json .* is that of tiny: .*--output"):
+        PROGRAM.GroundTruthConfig(model="mine").check()
 
 
 def test_needs_a_trace() -> None:

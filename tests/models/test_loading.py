@@ -243,6 +243,26 @@ def test_loading_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ModelShape.from_config(model.config).model_id == "tiny"  # no path
 
 
+def test_a_relative_folder_is_no_id_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").symlink_to(MODEL_DIR)
+    monkeypatch.chdir(tmp_path)
+    model, _ = load_model("models/mine", device="cpu")
+    assert ModelShape.from_config(model.config).model_id == "./models/mine"
+
+
+def test_an_adapter_is_refused_before_its_base_is_read(tmp_path: Path) -> None:
+    """Gates that are switched off would take the adapter along, as does peft."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(base_model_name_or_path="nobody/nothing", target_modules=["q_proj"])
+    config.save_pretrained(tmp_path)
+    load_tokenizer("tiny").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot load .*: it is an adapter of PEFT: merge it"):
+        load_model(str(tmp_path))
+
+
 def test_loading_what_is_no_model_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +274,35 @@ def test_loading_what_is_no_model_says_what_to_do(
         assert "\n" not in str(raised.value)
     monkeypatch.setattr(loading, "connection_error", lambda *asked: "no route to host")
     with pytest.raises(ValueError, match=r"no route to host; its local cache does not hold it"):
+        load_model("nobody/nothing")
+
+
+@pytest.mark.parametrize("hub_error", [None, "no route to host"])
+def test_a_model_that_is_there_and_wrong_is_not_called_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_error: str | None
+) -> None:
+    load_tokenizer("tiny").save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "connection_error", lambda *asked: hub_error)
+    monkeypatch.setattr(loading, "model_source", lambda model: str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "of tomorrow"}')
+    with pytest.raises(ValueError, match=r"cannot load model 'nobody/new': .*of tomorrow") as found:
+        load_model("nobody/new")
+    assert ("no route to host" in str(found.value)) == (hub_error is not None)
+    assert "downloaded" not in str(found.value)
+    assert "local cache does not" not in str(found.value)
+
+
+def test_a_download_that_breaks_off_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP library's errors are not those of the system."""
+    from huggingface_hub.errors import HTTPError
+
+    def break_off(*asked: Any, **options: Any) -> None:
+        raise HTTPError("the connection was reset")
+
+    monkeypatch.setattr(loading, "connection_error", lambda *asked: None)
+    monkeypatch.setattr("transformers.utils.find_adapter_config_file", lambda *_, **options: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", break_off)
+    with pytest.raises(ValueError, match=r"could not be downloaded \(the connection was reset\)"):
         load_model("nobody/nothing")
 
 
@@ -354,7 +403,8 @@ def test_a_folder_is_made_once_and_whole(
         calls.append(folder)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        (folder / "config.json").touch()
+        (folder / "config.json").touch(0o644)
+        (folder / WEIGHTS).touch(0o600)  # as safetensors makes them
 
     monkeypatch.setattr(builtin, "_write_smollm2", write)
     with pytest.raises(KeyboardInterrupt):
@@ -363,6 +413,7 @@ def test_a_folder_is_made_once_and_whole(
     folder = builtin.built_in_folder("smollm2")
     assert folder == builtin.built_in_folder("smollm2") == cache / f"smollm2-{source}"
     assert (folder / "config.json").exists()
+    assert (folder / WEIGHTS).stat().st_mode & 0o777 == 0o644  # others of the machine read it
     assert len(calls) == 2
 
 

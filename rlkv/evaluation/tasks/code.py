@@ -40,10 +40,11 @@ _BEHIND_WORDS = re.compile(
     r"(?<!`)```(?:[Pp]ython3?|py)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 _PYTHON = {"python", "python3", "py"}
+_DEFINITION = re.compile(r"^[ \t]*(?:def|class|async def) ", re.MULTILINE)
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
 
 
-def extract_code(text: str) -> str | None:
+def extract_code(text: str, is_called: bool = False) -> str | None:
     """Return the program in a completion, or None.
 
     The last Python block, else the last one behind other words of a line that is valid Python with
@@ -51,10 +52,16 @@ def extract_code(text: str) -> str | None:
     that the text never closes ends with the text; one in a list is not indented.  Plain code begins
     at the first line with a definition or an import and ends at the last line up to which it is
     valid Python.
+
+    Args:
+        is_called: whether tests call what the program defines: then a block that only shows how to
+            call it does not count.
     """
     text = after_thinking(text)
     blocks = _BLOCK.findall(text)
-    found = _last(content for language, content in blocks if language.lower() in _PYTHON)
+    python = [content for language, content in blocks if language.lower() in _PYTHON]
+    defining = [content for content in python if is_called and _DEFINITION.search(content)]
+    found = _last(defining or python)
     if found is None:
         behind = map(_program, _BEHIND_WORDS.findall(text))
         found = _last(code for code in behind if _CODE_LINE.search(code) and _parse(code))
@@ -86,7 +93,7 @@ def _plain_code(text: str) -> str | None:
     start = _CODE_LINE.search(text)
     if start is None:
         return None
-    lines = text[start.start() :].splitlines()
+    lines = text[start.start() :].partition("\n[DONE]")[0].splitlines()  # as MBPP's examples end
     ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
     for end in ends:
         code = "\n".join(lines[:end])
@@ -107,7 +114,7 @@ def _parse(source: str) -> ast.Module | None:
 
 def grade_code(text: str, problem: EvalProblem) -> bool:
     """Return whether the program in ``text`` passes all tests of the problem, in the sandbox."""
-    program = extract_code(text)
+    program = extract_code(text, is_called=True)
     if program is None:
         return False
     return run_tests(program, problem.meta["tests"], setup=problem.meta["setup"]).passed
@@ -244,11 +251,11 @@ def parse_livecodebench(row: dict[str, Any], where: str) -> ParsedRow:
 
 def grade_livecodebench(text: str, problem: EvalProblem) -> bool:
     """Return whether the program in ``text`` passes all tests, each in a sandbox of its own."""
-    program = extract_code(text)
+    function = problem.meta["function"]
+    program = extract_code(text, is_called=function is not None)
     if program is None:
         return False
     program = _with_prelude(program)
-    function = problem.meta["function"]
     for tests in (problem.meta["public"], problem.meta["private"]):
         for given, expected in read_tests(tests):
             if not _passes(program, function, given, expected):

@@ -226,6 +226,12 @@ def reason(program: str) -> str:
         "print(sum(map(int, open('/dev/stdin').read().split())), file=open('/dev/stdout', 'w'))",
         "import sys\nsys.stderr = open('/dev/stderr', 'w')\nprint('read', "
         "file=sys.stderr)\nprint(12)",
+        "import threading, time\ndef main(): time.sleep(0.1); print(12)\n"
+        "threading.Thread(target=main).start()",
+        "import atexit, io, os, sys\nsys.stdout = io.StringIO()\nprint(12)\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))",
+        "import os, sys\nsys.stdout.write('12')\nsys.stdout.close()",
+        "from concurrent.futures import ThreadPoolExecutor as E\nE(1).submit(print, 12)",
         "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * "
         "2)\nprint(12)",
     ],

@@ -42,6 +42,7 @@ Load = Callable[..., list[EvalProblem]]
         ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
         ("Here:\nimport re\ndef f():\n    pass\nThat is all.", "import re\ndef f():\n    pass"),
+        ("[BEGIN]\ndef f():\n    pass\n[DONE]\nThat", "def f():\n    pass"),
         ("```bash\nls\n```", None),
         ("I cannot do it.", None),
         ("```python\n```", None),
@@ -50,6 +51,15 @@ Load = Callable[..., list[EvalProblem]]
 )  # fmt: skip
 def test_the_program_in_a_completion(text: str, program: str | None) -> None:
     assert extract_code(text) == program
+
+
+def test_a_block_that_shows_how_to_call_a_function_is_not_the_program() -> None:
+    defined = "```python\ndef f(): 1\n```\n"
+    usage = "Usage:\n```python\nprint(f())\n```"
+    assert extract_code(defined + usage, is_called=True) == "def f(): 1\n"
+    assert extract_code(defined + usage) == "print(f())\n"  # of a program that is run
+    assert extract_code(usage, is_called=True) == "print(f())\n"
+    assert extract_code(2 * defined.replace("1", "2") + defined, is_called=True) == "def f(): 1\n"
 
 
 def test_mbpp(load: Load) -> None:

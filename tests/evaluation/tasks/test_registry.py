@@ -146,10 +146,14 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((*args, options))
         return [{"question": "q", "answer": "#### 3"}]
 
-    monkeypatch.setattr(hub, "connection_error", lambda *args: None)
-    monkeypatch.setattr(hub, "require", lambda *args: SimpleNamespace(load_dataset=load_dataset))
+    config = SimpleNamespace(HF_HUB_OFFLINE=True)  # by HF_DATASETS_OFFLINE: its cache is asked
+    datasets = SimpleNamespace(load_dataset=load_dataset, config=config)
+    monkeypatch.setattr(hub, "require", lambda *args: datasets)
     assert load_task("gsm8k")[0].answer == "3"
-    assert asked == [("openai/gsm8k", {"name": "main", "split": "test"})]
+    config.HF_HUB_OFFLINE = False
+    monkeypatch.setattr(hub, "connection_error", lambda *args: None)
+    assert load_task("gsm8k")[0].answer == "3"
+    assert asked == 2 * [("openai/gsm8k", {"name": "main", "split": "test"})]
 
 
 @pytest.mark.parametrize(

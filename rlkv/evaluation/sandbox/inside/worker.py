@@ -7,6 +7,7 @@ never arrives, and subclasses lose their type (``Counter`` becomes ``dict``). Ot
 here; the judge knows them by a number.
 """
 
+import atexit
 import ctypes
 import functools
 import json
@@ -16,6 +17,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -228,7 +230,11 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
         with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
             with suppress(SystemExit):
                 exec(compile(source, "solution.py", "exec"), main.__dict__)
-            sys.stdout.flush()  # it may be another now
+            # as Python ends a program: threads that it waits for, then what was left to the end
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            if not sys.stdout.closed:  # it may be another now
+                sys.stdout.flush()
         written.seek(0)
         module.__dict__["output"] = written.read().decode(errors="replace")
 
