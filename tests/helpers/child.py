@@ -1,4 +1,4 @@
-"""Programs of the helpers in processes of their own: what they switch on ends with them."""
+"""Programs of the helpers in processes of their own, servers, and waiting for either."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from socketserver import BaseServer
+from typing import TypeVar
 
 from tests.helpers.paths import ROOT
+
+S = TypeVar("S", bound=BaseServer)
 
 
 def printed(
@@ -31,6 +39,27 @@ def printed(
         for line in done.stdout.splitlines()
         if line.startswith(label)
     ]
+
+
+@contextmanager
+def running(server: S) -> Iterator[S]:
+    """A server that answers in a thread, and is closed at the end."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until ``condition()`` is true; fail after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def free_port() -> int:

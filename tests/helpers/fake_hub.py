@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.child import running
 from tests.helpers.paths import ROOT
 
 REPO = "owner/model"
@@ -117,16 +117,9 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
         def log_message(self, *args: object) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def run_with_hub(

@@ -22,6 +22,7 @@ from rlkv.rollout import remote
 from rlkv.rollout.base import EngineFacts, Rows, Sample, SamplingParams, gate_version
 from rlkv.rollout.hf import GatedHFEngine
 from rlkv.rollout.remote import RolloutClient, RolloutServer
+from tests.helpers.child import running, wait_until
 from tests.helpers.models import make_tiny_model
 from tests.helpers.programs import load_program
 
@@ -62,16 +63,9 @@ class Scripted:
 
 @contextmanager
 def serving(*engines: Any) -> Iterator[list[RolloutServer]]:
+    servers = [RolloutServer(("127.0.0.1", 0), engine, FACTS) for engine in engines]
     with ExitStack() as stack:
-        servers = []
-        for engine in engines:
-            server = stack.enter_context(RolloutServer(("127.0.0.1", 0), engine, FACTS))
-            thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            servers.append(server)
-        yield servers
+        yield [stack.enter_context(running(server)) for server in servers]
 
 
 def url(server: Any) -> str:
@@ -189,17 +183,10 @@ def test_a_client_that_is_gone_frees_the_engine() -> None:
         body = json.dumps({**REQUEST, "rows": TWO_ROWS}).encode()
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
             connection.sendall(raw("/sample", body))
-            wait_for(lambda: engine.asked)
+            wait_until(lambda: engine.asked)
         engine.go.set()
-        wait_for(lambda: not server.engine_lock.locked())
+        wait_until(lambda: not server.engine_lock.locked())
         assert tokens(client_of(server)) == ALL
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- servers that do not answer
@@ -272,17 +259,14 @@ class _Silent(BaseHTTPRequestHandler):
 
 @contextmanager
 def silence(health: Any) -> Iterator[Any]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as silent:
-        silent.hold = threading.Event()  # type: ignore[attr-defined]
-        silent.health = health  # type: ignore[attr-defined]
-        thread = threading.Thread(target=silent.serve_forever, args=(0.02,))
-        thread.start()
+    silent: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Silent)
+    silent.hold = threading.Event()
+    silent.health = health
+    with running(silent):
         try:
             yield silent
         finally:
-            silent.hold.set()  # type: ignore[attr-defined]
-            silent.shutdown()
-            thread.join()
+            silent.hold.set()
 
 
 @pytest.mark.parametrize("health", [None, {"busy": False}, {}])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from rlkv.training.run_folder import last_checkpoint
 from rlkv.training.sharding import load_as, not_loading
 from rlkv.utils.files import read_log
 from tests.helpers import engine_run, random_run, warm
+from tests.helpers.child import running
 from tests.helpers.paths import ROOT
 
 has_deepspeed = importlib.util.find_spec("deepspeed") is not None
@@ -150,14 +150,8 @@ def test_two_ddp_processes_share_the_tokens_of_the_published_recipe(tmp_path: Pa
 @contextmanager
 def serving() -> Iterator[str]:
     engine, facts = engine_run.make_engine(), EngineFacts("random", 2, 6, 512, 2, 4, 1000)
-    with RolloutServer(("127.0.0.1", 0), engine, facts) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(RolloutServer(("127.0.0.1", 0), engine, facts)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlkv.verifier import Verifier
+from tests.helpers.child import wait_until
 
 BAIT = {
     "ten_megabytes": "word 12 { \\alpha } " * 550_000,
@@ -182,7 +183,4 @@ def test_workers_die_with_a_killed_parent(busy: bool) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 100
-    while _alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(worker)
+    wait_until(lambda: not _alive(worker), seconds=100)

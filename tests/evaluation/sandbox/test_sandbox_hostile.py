@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 from rlkv.evaluation import sandbox
 from rlkv.evaluation.sandbox import Isolation, Limits, Verdict, run_tests
 from tests.evaluation.sandbox.conftest import load_programs
+from tests.helpers.child import wait_until
 
 PROGRAMS = {
     **load_programs("hostile"),
@@ -88,13 +89,6 @@ def running(name: str = "") -> list[str]:
     return [
         number for number, command in commands.items() if program in command and is_ours(number)
     ]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def state_of_evaluator() -> tuple[object, ...]:
