@@ -69,7 +69,8 @@ demo: DRAWS := $(call size,2,1)
 endif
 
 # a folder never mixes results of different settings, configs or versions
-STATE := $(shell { echo $(MAKECMDGOALS) $(MODEL) $(filter 1,$(QUICK)) $(LLM_DATA); grep ^version pyproject.toml; \
+STATE := $(shell { echo $(MAKECMDGOALS) $(MODEL) $(filter 1,$(QUICK)) \
+	$(if $(filter llm,$(MAKECMDGOALS)),'$(LLM_DATA)'); grep ^version pyproject.toml; \
 	cat inference/study.mk configs/*$(MODEL)*.yaml; } | cksum)
 ifneq ($(wildcard $(OUT)/*),)
 ifneq ($(STATE),$(shell cat $(OUT)/started 2> /dev/null))

@@ -292,7 +292,7 @@ def _take(name: str, given: list[str]) -> str | None:
     _, equals, value = given[places[0]].partition("=")
     found = given[places[0] : places[0] + (1 if equals else 2)]
     del given[places[0] : places[0] + len(found)]
-    return value if equals else "".join(found[1:])
+    return _at_home(value if equals else "".join(found[1:]))
 
 
 def _read_values(path: Path, what: str, names: Collection[str]) -> dict[str, Any]:
@@ -325,6 +325,12 @@ def _as_arguments(
     return arguments
 
 
+def _at_home(argument: str) -> str:
+    """Replace ``~/`` at the begin of a value, which no shell does in YAML and behind ``=``."""
+    option, equals, value = argument.partition("=") if argument[:2] == "--" else ("", "", argument)
+    return option + equals + (os.path.expanduser(value) if value[:2] == "~/" else value)
+
+
 def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) -> list[str]:
     """Return the arguments as tyro reads them, after refusing what it would refuse in a box.
 
@@ -332,7 +338,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
     """
     found: list[str] = []
     seen: set[str] = set()
-    rest = list(arguments)
+    rest = [_at_home(argument) for argument in arguments]
     while rest:
         argument = rest.pop(0)
         if argument in ("-h", "--help") or (takes_words and not argument.startswith("--")):
@@ -341,8 +347,6 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
         if not argument.startswith("--"):
             raise ValueError(f"{argument!r} is no option, and the value of none: see --help")
         option, equals, text = argument.partition("=")
-        text = os.path.expanduser(text)  # no shell replaces "~/" there, nor in YAML
-        argument = option + equals + text
         name = _field(option)
         hint = hints.get(name)
         is_switch = hint in (bool, bool | None)

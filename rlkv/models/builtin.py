@@ -74,6 +74,8 @@ def dataset_rows(
         ValueError: if the package of ``extra`` is absent, or ``what`` cannot be loaded; it ends
             with ``advice``.
     """
+    from huggingface_hub.errors import HTTPError
+
     datasets = require("datasets", extra)
     rows = []
     # HF_DATASETS_OFFLINE sets this one alone, HF_HUB_OFFLINE both
@@ -82,7 +84,7 @@ def dataset_rows(
     if error is None:
         try:
             rows = datasets.load_dataset(name, name=config, split=split)
-        except (OSError, ValueError) as failed:
+        except (OSError, ValueError, HTTPError) as failed:
             error = first_line(failed)
     if error is not None:
         raise ValueError(f"cannot load {what} from the hub ({error}): {advice}")

@@ -218,8 +218,8 @@ def _load_tokenizer(model: str, hub_error: str | None) -> PreTrainedTokenizerBas
         # transformers would load its base below it, and gates that are switched off take it along
         if find_adapter_config_file(source, local_files_only=is_local) is not None:
             raise ValueError(
-                "it is an adapter of PEFT: merge it into its base model (merge_and_unload), save "
-                "that with its tokenizer, and give the new folder"
+                "it holds an adapter of PEFT (adapter_config.json): merge that into its base "
+                "model (merge_and_unload), save it with its tokenizer, and give the new folder"
             )
         # the tokenizers of mistral-common have no chat template and cannot write a prompt as text
         tokenizer = AutoTokenizer.from_pretrained(

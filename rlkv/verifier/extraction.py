@@ -32,9 +32,8 @@ _FINAL = re.compile(
     re.IGNORECASE,
 )
 # "given to 2 decimal places" is not a value that could replace a box, nor "confirmed by 3 + 4 = 7"
-_VALUE = re.compile(
-    r"\s*(?:(?:the|equal|to)\s+)*"
-    r"(?:[-+±]?\s?[\d.$£€(\[{\\√π<>]|[a-z]\d*\s*[=^_+*/(-]|[a-z]+\s*=|(?:sqrt|pi)\b)",
+_REMARK = re.compile(
+    r"\W*(?:[a-z]{2,}\s)?(?:[a-z]{2,}ed|given|correct|accurate|written|shown|found|seen)\b",
     re.IGNORECASE,
 )
 _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
@@ -146,7 +145,7 @@ def _statement(said: str) -> str:
 
 
 def _is_value(stated: str) -> bool:
-    return re.search(r"[\d\\]", stated) is not None and _VALUE.match(stated) is not None
+    return re.search(r"[\d\\]", stated) is not None and _REMARK.match(stated) is None
 
 
 def _last_line(text: str) -> str | None:

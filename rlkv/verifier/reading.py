@@ -130,8 +130,9 @@ _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
     "almost minus plus squared cubed factorial twice double if when from at per"
 ).union(_SCALES, _PARTS, _NUMBERS)
-# behind a number they change nothing: 12 more apples, 45 miles from home
-_BEHIND = word_set("more fewer less from to at over under")
+# behind a number it is the same number, as a unit: 12 more apples
+_COMPARED = word_set("more fewer less over under")
+_BEHIND = word_set("from to at")  # and nothing at all: 45 miles from home
 _FILLING = word_set("a an the of in total unit there is are it answer exist exactly only just all")
 _LEADING = word_set("option choice answer exactly only just a total of the or")
 _TRIGONOMETRY = r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)"
@@ -365,7 +366,7 @@ def _read_values(text: str) -> Reading:
         if any(found not in ((), units) for _, found in split):
             units = ()
         value = ", ".join(part for part, _ in split) if units else ", ".join(elements)
-    if any(_ANOTHER.intersection(unit.split("/")) for unit in units):
+    if any((_ANOTHER - _COMPARED).intersection(unit.split("/")) for unit in units):
         return Reading("", words=text)
     return _value(value, units, name, text if name else "")
 

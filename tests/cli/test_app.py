@@ -139,7 +139,9 @@ def test_nothing_may_be_a_value(tmp_path: Path) -> None:
 
 
 def test_a_home_folder_that_no_shell_replaces(tmp_path: Path) -> None:
-    assert read("--model=~/x").model == f"{Path.home()}/x"
+    for arguments in (["--model=~/x"], ["--model", "~/x"]):
+        assert read(*arguments).model == f"{Path.home()}/x"
+    assert read("--model=~x").model == "~x"
     assert read("--config", write(tmp_path, "model: ~/x\n")).model == f"{Path.home()}/x"
     assert read("--config", write(tmp_path, "model: a~/x\n")).model == "a~/x"
 

@@ -256,6 +256,8 @@ def test_the_capable_model_goes_from_stage_to_stage(
         assert len(parse_methods(config.methods, names)) == len(config.methods)
     calls.unlink()
     assert make("llm", out, *given, **stub).returncode == 0
+    other = make("llm", out, *given, "LLM_DATA=other/data", **stub)
+    assert "was not started with these settings" in other.stderr
     assert not calls.exists()
 
 
@@ -305,7 +307,6 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(
         ("demo", out, "QUICK=1"),
         ("study", out, "QUICK="),
         ("demo", foreign, "QUICK="),
-        ("demo", out, "LLM_DATA=other"),
     ):
         refused = make(goal, folder, change, **stub)
         assert refused.returncode == 2

@@ -40,7 +40,9 @@ _BEHIND_WORDS = re.compile(
     r"(?<!`)```(?:[Pp]ython3?|py)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 _PYTHON = {"python", "python3", "py"}
-_DEFINITION = re.compile(r"^[ \t]*(?:def|class|async def) ", re.MULTILINE)
+_DEFINITION = re.compile(
+    r"^[ \t]*(?:def |class |async def |from \S+ import |\w+[ \t]*=.*\blambda\b)", re.MULTILINE
+)
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
 
 
@@ -67,9 +69,10 @@ def extract_code(text: str, is_called: bool = False) -> str | None:
         found = _last(code for code in behind if _CODE_LINE.search(code) and _parse(code))
     if found is None:
         found = _last(content for language, content in blocks if not language)
-    if found is not None:
-        return _program(found)
-    return None if blocks else _plain_code(text)
+    program = _program(found) if found is not None else None
+    if found is None and not blocks:
+        program = _plain_code(text)
+    return None if program is None else _until_done(program)
 
 
 def _last(contents: Iterable[str]) -> str | None:
@@ -93,13 +96,22 @@ def _plain_code(text: str) -> str | None:
     start = _CODE_LINE.search(text)
     if start is None:
         return None
-    lines = text[start.start() :].partition("\n[DONE]")[0].splitlines()  # as MBPP's examples end
+    lines = text[start.start() :].splitlines()
     ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
     for end in ends:
         code = "\n".join(lines[:end])
         if _parse(code) is not None:
             return code
     return None
+
+
+def _until_done(program: str) -> str:
+    """Return what is before the line ``[DONE]``, with which MBPP's examples end."""
+    tree = _parse(program) if "[DONE]" in program else None
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.Expr) and ast.unparse(node) == "[DONE]":
+            return "".join(program.splitlines(keepends=True)[: node.lineno - 1])
+    return program
 
 
 def _parse(source: str) -> ast.Module | None:

@@ -231,6 +231,9 @@ def reason(program: str) -> str:
         "import atexit, io, os, sys\nsys.stdout = io.StringIO()\nprint(12)\n"
         "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))",
         "import os, sys\nsys.stdout.write('12')\nsys.stdout.close()",
+        "import os, sys\nclass Out:\n    def write(self, text): os.write(1, text.encode())\n"
+        "    def flush(self): pass\nsys.stdout = Out()\nprint(12)",
+        "import sys\nprint(12, flush=True)\nsys.stdout = None",
         "from concurrent.futures import ThreadPoolExecutor as E\nE(1).submit(print, 12)",
         "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * "
         "2)\nprint(12)",

@@ -146,6 +146,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((*args, options))
         return [{"question": "q", "answer": "#### 3"}]
 
+    monkeypatch.setattr(hub, "connection_error", lambda *args: "no route")
     config = SimpleNamespace(HF_HUB_OFFLINE=True)  # by HF_DATASETS_OFFLINE: its cache is asked
     datasets = SimpleNamespace(load_dataset=load_dataset, config=config)
     monkeypatch.setattr(hub, "require", lambda *args: datasets)

@@ -233,7 +233,8 @@ def run(module: types.ModuleType, source: str, stdin: str | None) -> None:
             # as Python ends a program: threads that it waits for, then what was left to the end
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            if not sys.stdout.closed:  # it may be another now
+            # it may be another now, or none
+            if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
                 sys.stdout.flush()
         written.seek(0)
         module.__dict__["output"] = written.read().decode(errors="replace")
