@@ -128,6 +128,12 @@ def notes(report: dict[str, Any], wrong: list[str]) -> list[str]:
                 "'answer' of the input holds the answer alone, or GSM8K's '... #### 72'; the first "
                 f"is {wrong[0][-80:]!r}."
             )
+        if report["unparsable"]:
+            nothing.append(
+                f"{report['unparsable']} outputs give no answer in a box or behind 'the final "
+                "answer is', which is where the verifier looks: take another --template, or write "
+                "the curriculum yourself (docs/find-heads.md)."
+            )
         return nothing
     found = []
     for bucket in report["buckets"]:

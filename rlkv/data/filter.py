@@ -518,8 +518,9 @@ def summarize(
     found = notes(report, wrong)
     if config.template is None:
         found.append(
-            "The curriculum names no prompt template: training takes the model's, unless "
-            "--template is passed here or there."
+            "The curriculum names no prompt template: training puts problems into that of the "
+            "model, for most the maths instruction 'rlkv', unless --template is passed here or "
+            "there."
         )
     report["notes"] = found
     report["config"] = {**asdict(config), "buckets": ",".join(map(str, buckets))}

@@ -340,7 +340,9 @@ def _write_task(
         if "versus_baseline" in summary:
             against_baseline.append({**summary, **summary["versus_baseline"]})
     _write_paired(page, config["baseline"], against_baseline)
-    write_published(page, config["model"], task)
+    data = config.get("data")
+    if data is None or Path(data).is_dir():  # a file may hold any problems
+        write_published(page, config["model"], task)
     caption = MODE_CAPTION
     if first["samples"] > 1:
         caption += " Sample i of a problem is paired with the full cache's sample i: another text."

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import product
+from functools import cached_property, partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,11 @@ class Problem:
     prompt_ids: list[int]
     grade: Callable[[str], bool]
     reference: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """What its rows depend on."""
+        return digest_of([self.key, self.prompt, self.reference, self.prompt_ids])
 
 
 @dataclass(frozen=True)
@@ -165,30 +170,37 @@ def run_method(
             another thread.
 
     Returns:
-        Rows in the order of problems and samples, with the fields key, sample, text, token_ids,
-        finish_reason, correct, repetitive, kv_bytes and kv_bytes_full (at the end of that text
-        alone; of a hybrid also kv_bytes_unchanged, the part of both that is of layers without
-        gates), and seconds (each moment is divided equally among the rows that are decoded); see
-        docs/evaluate.md.
+        Rows in the order of problems and samples, with the fields key, sample, problem (a digest),
+        text, token_ids, finish_reason, correct, repetitive, kv_bytes and kv_bytes_full (at the end
+        of that text alone; of a hybrid also kv_bytes_unchanged, the part of both that is of layers
+        without gates), and seconds (each moment is divided equally among the rows that are
+        decoded); see docs/evaluate.md.
 
     Raises:
-        ValueError: if one of the files was written with other settings; the differences are named.
+        ValueError: if one of the files was written with other settings, which are named, or for
+            another problem.
         StoreInUseError: if another process is writing ``rows_file``.
     """
     units = list(product(range(len(problems)), range(settings.num_samples)))
     units = units[settings.rank :: settings.ranks]
     keys = [(problems[place].key, sample) for place, sample in units]
-    compared = fingerprint(decoder, problems, settings)
+    compared = fingerprint(decoder, settings)
     full = decoder.allocation.full
     done: dict[tuple[str, int], Row] = {}
-    wanted = set(keys)
-    for row in iter_shards(rows_file.parent, ROWS, KEY, compared):
-        if (row["key"], row["sample"]) in wanted:
-            done[row["key"], row["sample"]] = row
+    digests = {key: problems[place].digest for key, (place, _) in zip(keys, units, strict=True)}
+    others = iter_shards(rows_file.parent, ROWS, KEY, compared)
     recorded = {"commit": commit(), "batch_size": settings.batch_size, "hardware": hardware_line()}
     with open_store(rows_file, compared, KEY, recorded) as store:
-        for row in store.rows:
-            done[row["key"], row["sample"]] = row
+        for row in chain(others, store.rows):
+            key = (row["key"], row["sample"])
+            if key not in digests:
+                continue  # of a larger limit, or another process's share
+            if row["problem"] != digests[key]:
+                raise ValueError(
+                    f"{rows_file.parent} holds rows of {row['key']} whose prompt, answer or tests "
+                    "were others: use the old ones, or take another output folder"
+                )
+            done[key] = row
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(units), right / max(1, len(done)))
 
@@ -197,6 +209,7 @@ def run_method(
             row = {
                 "key": problems[place].key,
                 "sample": sample,
+                "problem": problems[place].digest,
                 "correct": problems[place].grade(completion.text),
                 **measured(completion, problems, place, settings, full, decoder.size),
             }
@@ -296,8 +309,8 @@ def measured(
     }
 
 
-def fingerprint(decoder: Decoder, problems: list[Problem], settings: RunSettings) -> dict[str, Any]:
-    """Return all that rows depend on."""
+def fingerprint(decoder: Decoder, settings: RunSettings) -> dict[str, Any]:
+    """Return all that rows depend on besides their problems."""
     compared = asdict(settings)
     for name in ("rank", "ranks", "batch_size"):
         del compared[name]
@@ -305,11 +318,8 @@ def fingerprint(decoder: Decoder, problems: list[Problem], settings: RunSettings
     compared["cache"]["eviction"] = None if policy is None else policy.describe()
     if settings.cache.evict_from == COMPRESSIBLE:
         del compared["cache"]["evict_from"]  # rows of before the setting stay
-    described = [[problem.key, problem.prompt, problem.reference] for problem in problems]
     return compared | {
         "full_heads": decoder.allocation.full.int().flatten().tolist(),
-        "problems": digest_of(described),
-        "prompt_tokens": digest_of([problem.prompt_ids for problem in problems]),
         **decoder.facts,
         "libraries": library_facts(),
     }

@@ -23,7 +23,7 @@ from rlkv.cache.plan import COMPRESSIBLE
 from rlkv.cache.reallocation import cached_states, full_cache
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.compress import CompressedSession, compress
-from rlkv.models.prompts import fill_template, render_prompt
+from rlkv.models.prompts import fill_template, render_messages, render_prompt
 from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage, completion_text
 from rlkv.rollout.decoding import StopRule
 from rlkv.rollout.hf import HFEngine
@@ -308,9 +308,7 @@ class Chat:
         filled = fill_template(message, self.template)
         if tokenizer.chat_template:
             messages = [*self.messages, {"role": "user", "content": filled}]
-            return tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            return render_messages(tokenizer, messages)
         if self._text:  # a model without chat format continues the plain text
             return f"{self._text}\n\n{filled}"
         return render_prompt(tokenizer, message, self.template)

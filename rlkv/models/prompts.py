@@ -5,6 +5,7 @@ Source of ``rlkv``: arXiv 2510.08525, the template of the published training and
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 from rlkv.models.builtin import SMOL
@@ -24,6 +25,9 @@ TEMPLATES = {
 }
 
 DEFAULT_TEMPLATE = "rlkv"
+# that chat templates write (Llama 3.2, gpt-oss): prompts are the same on every day.  Templates of
+# Llama take it where they have no clock.
+DAY = date(2024, 7, 26)
 OF_MODEL = {SMOL: "plain"}  # what a built-in model was trained on, where it is not the default
 
 
@@ -65,12 +69,18 @@ def build_messages(problem: str, template: str = "rlkv") -> list[dict[str, str]]
     return [{"role": "user", "content": fill_template(problem, template)}]
 
 
+def render_messages(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return the text of a chat by the model's chat template, with the opening of its answer."""
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
+    )
+
+
 def render_prompt(tokenizer: Any, problem: str, template: str = "rlkv") -> str:
     """Return the text to tokenize, with ``add_special_tokens=False``.
 
     It follows the chat template if the tokenizer has one.
     """
     if tokenizer.chat_template:
-        messages = build_messages(problem, template)
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return render_messages(tokenizer, build_messages(problem, template))
     return (tokenizer.bos_token or "") + fill_template(problem, template)

@@ -36,7 +36,6 @@ from rlkv.training.logs import FinderLog
 from rlkv.training.run_folder import RunFolder
 from rlkv.training.solutions import (
     READ_BY_ALL,
-    answers_digest,
     by_length,
     check_masks,
     draw_traces,
@@ -46,6 +45,7 @@ from rlkv.training.solutions import (
     warn_of_unread,
 )
 from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest
 
 MEASURING = "rlkv_measuring"  # the attention implementation
 CURVES = (("gates/mean", "mean score"), ("gates/below_0.1", "scores below 0.1"))
@@ -80,7 +80,7 @@ def score_heads(
     check_masks(model, traces[0], "full")
     config = {name: getattr(settings, name) for name in sorted(READ)}
     config |= {"seed": args.seed, "output_dir": args.output_dir}
-    config["data_digest"] = answers_digest(traces)
+    config["data_digest"] = digest([text.ids for text in traces])
     run = RunFolder(Path(str(args.output_dir)), settings, config)
     with hard_masks(model, settings.sink, settings.window) as gated:
         run.write_config()

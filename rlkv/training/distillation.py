@@ -62,7 +62,6 @@ from rlkv.training.run_folder import (
 )
 from rlkv.training.solutions import (
     TOKENS_AT_ONCE,
-    answers_digest,
     by_length,
     check_dropout,
     check_head,
@@ -134,7 +133,7 @@ def distill_traces(
             samples.append(traces[order[index]])
         return samples
 
-    facts = {"samples": len(traces), "data_digest": answers_digest(traces)}
+    facts = {"samples": len(traces), "data_digest": digest([text.ids for text in traces])}
     return distill(settings, draw, facts, max(len(text.ids) for text in traces), model)
 
 

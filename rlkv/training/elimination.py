@@ -43,7 +43,6 @@ from rlkv.training.solutions import (
     KEY,
     READ_BY_ALL,
     TraceLoss,
-    answers_digest,
     check_head,
     check_masks,
     draw_traces,
@@ -53,6 +52,7 @@ from rlkv.training.solutions import (
 )
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.progress import progress_bar
+from rlkv.utils.runtime import digest
 from rlkv.utils.store import open_store
 
 Head = tuple[int, int]  # layer, KV head
@@ -101,7 +101,7 @@ def eliminate_heads(
     num_removals(len(order), low, high)
     config = {name: value for name, value in asdict(settings).items() if name in READ}
     config |= {"low": low, "seed": args.seed, "output_dir": args.output_dir}
-    config["data_digest"] = answers_digest(traces)
+    config["data_digest"] = digest([text.ids for text in traces])
     run = RunFolder(Path(str(args.output_dir)), settings, config)
     # no measurement depends on what may change when it is resumed, but rows number the batches
     kept = (config.keys() - RESUMABLE_KEYS) | {"forward_rows"}

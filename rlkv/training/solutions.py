@@ -29,7 +29,7 @@ from rlkv.models.layout import Layout
 from rlkv.models.loading import cache_argument, dtype_name, load_missing, refuse_own_cache
 from rlkv.models.prompts import render_prompt
 from rlkv.training.config import GateTrainingArguments, RLKVSettings, option_names
-from rlkv.utils.runtime import digest, shadow
+from rlkv.utils.runtime import shadow
 from rlkv.utils.store import ResultStore
 
 TOKENS_AT_ONCE = 512  # logits of real vocabularies are large: 512 x 128k in float32 are 256 MB
@@ -131,14 +131,6 @@ def read_traces(
             f"{path}: no row has {least} output tokens within max_length={max_length} tokens"
         )
     return traces
-
-
-def answers_digest(texts: Sequence[MarkedText]) -> str:
-    """Return a digest of the answers, which ties a resumed run to its texts.
-
-    Without the prompts: some chat templates (Llama 3.2) write the day's date into them.
-    """
-    return digest([text.ids[text.answers[0] :] for text in texts])
 
 
 def draw_traces(

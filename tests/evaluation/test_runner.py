@@ -187,13 +187,14 @@ def test_what_a_run_depends_on_may_not_change(
         ({"settings": other_cache}, "cache.eviction, cache.sink, cache.window"),
         ({"settings": replace(GREEDY, stop_repetitive=True)}, "stop_repetitive"),
         ({"model": other_model}, "model_state.weights"),
-        ({"given": answer}, "problems"),
-        ({"given": prompt}, "prompt_tokens"),
         ({"allocation": HeadAllocation.random(4, 6, 0.5, seed=2)}, "full_heads"),
     ]
     for change, named in changes:
         with pytest.raises(ValueError, match=rf"\({named}"):
             run(path, **change)
+    for given in (answer, prompt):
+        with pytest.raises(ValueError, match=rf"rows of {problems[0].key} whose prompt, answer"):
+            run(path, given=given)
     for library in ("rlkv", "torch"):
         found = library_facts() | {library: "99"}
         with monkeypatch.context() as patch:
@@ -201,6 +202,21 @@ def test_what_a_run_depends_on_may_not_change(
             with pytest.raises(ValueError, match=rf"\(libraries.{library}"):
                 run(path)
     assert path.read_bytes() == before
+
+
+def test_a_limit_may_grow_and_shrink(
+    run: Run, whole: tuple[Path, list[Row]], problems: list[Problem], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows-0-of-1.jsonl"
+    few, _ = run(path, given=problems[:3])
+    rows, seen = run(path)
+    assert seen[0] == (3, N)
+    assert by_key(rows) == by_key(whole[1])
+    kept = path.read_bytes()
+    again, seen = run(path, given=problems[:3])
+    assert seen == [(3, 3)]
+    assert by_key(again) == by_key(few)
+    assert path.read_bytes() == kept
 
 
 def test_another_number_of_processes_takes_the_rows_over(

@@ -40,6 +40,20 @@ def test_rendering_uses_the_chat_template_if_there_is_one() -> None:
         assert render_prompt(plain, "x", "plain") == f"{bos or ''}x"
 
 
+@pytest.mark.parametrize(
+    "day",
+    [
+        "{{ strftime_now('%d %b %Y') }}",  # gpt-oss
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+        "{% endif %}{{ date_string }}",  # Llama 3.2
+    ],
+)
+def test_a_prompt_is_the_same_on_every_day(day: str) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = day + " {{ messages[0].content }}"
+    assert render_prompt(tokenizer, "x", "plain") == "26 Jul 2024 x"
+
+
 def test_the_first_named_template_is_chosen() -> None:
     assert choose_template(None, None, model="tiny") == choose_template(model=None) == "rlkv"
     assert choose_template(None, model="smol") == "plain", "what it was trained on"

@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from rlkv.attention.head_gate import gate_parameters, gates_matrix
+from rlkv.attention import branches
+from rlkv.attention.head_gate import gate_parameters, gates_matrix, set_gates
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.shape import ModelShape
 from rlkv.rollout.base import Rows, completion_text
@@ -94,6 +95,76 @@ def test_the_log_has_a_record_per_step(whole_run: tuple[Path, Watch, HeadGates])
         assert 0 < mean <= largest < 2e-5
     assert any(0 < record["reward/zero_spread_share"] < 1 for record in records)
     assert any(record["penalty/beta_prime"] > 0 for record in records)
+
+
+def naive_loss(
+    model: Any, gates: list[torch.Tensor], texts: Sequence[Any], recipe: str
+) -> torch.Tensor:
+    """The objective by its formula, a text at a time without padding."""
+    rewards = torch.tensor([reward for *_, reward in texts])
+    tokens = torch.tensor([float(len(completion)) for _, completion, _ in texts])
+    number = len(texts)
+    policy = torch.zeros(())
+    weights = []
+    for prompt, completion, reward in texts:
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])
+        if recipe == "paper":
+            group = torch.tensor([other for of, _, other in texts if of == prompt])
+            assert len(group) == 4
+            advantage = (reward - group.mean()) / (group.std() + 1e-4)
+            policy = policy - advantage * chosen.mean() / number
+            weights.append(0.05 * group.mean().expm1() if group.mean() > 0.4 else torch.zeros(()))
+        else:  # every token counts the same
+            mean = (tokens * rewards).sum() / tokens.sum()
+            variance = (tokens * (rewards - mean) ** 2).sum() / (tokens.sum() - 1)
+            advantage = (reward - mean) / (variance.sqrt() + 1e-6)
+            policy = policy - advantage * chosen.sum() / tokens.mean() / number
+            weights.append(0.05 * rewards.mean().expm1())
+    return policy + torch.stack(weights).mean() * torch.cat(gates).mean()
+
+
+@pytest.mark.parametrize("recipe", ["paper", "published"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])  # scaled and capped logits
+def test_the_gradient_is_that_of_the_formula(
+    family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = build_tokenizer()
+    base = make_tiny_model(family, vocab_size=len(tokenizer))
+    base.generation_config.eos_token_id = [2, *range(20, 40)]
+    monkeypatch.setattr(random_run, "make_policy", lambda: (base, tokenizer))
+    start = torch.rand(3, 4, generator=torch.Generator().manual_seed(2)) * 0.8 + 0.1
+    texts: list[tuple[list[int], list[int], float]] = []
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    judge = RLKVTrainer.judge
+
+    def judged(trainer: Any, prompts: Any, completions: Any, answers: Any) -> list[float]:
+        rewards = judge(trainer, prompts, completions, answers)
+        texts.extend(zip(prompts, completions, rewards, strict=True))
+        return rewards
+
+    class Compare(TrainerCallback):
+        def on_train_begin(self, *_: Any, **given: Any) -> None:
+            set_gates(given["model"], start)
+
+        def on_pre_optimizer_step(self, *_: Any, **given: Any) -> None:
+            gates = [gate for _, gate in gate_parameters(given["model"])]
+            found.extend(gate.grad.clone() for gate in gates)
+            with monkeypatch.context() as dense:
+                dense.setattr(branches, "MIN_BLOCK", 1000)
+                loss = naive_loss(given["model"], gates, texts, recipe)
+                expected.extend(torch.autograd.grad(loss, gates))
+
+    monkeypatch.setattr(RLKVTrainer, "judge", judged)
+    monkeypatch.setattr(branches, "MIN_BLOCK", 4)  # texts this short take the banded form
+    options = ["--recipe", recipe, "--max-steps", "1", "--max-grad-norm", "1000"]
+    random_run.run(tmp_path / "run", options, [Compare()])
+    assert len(texts) == 16
+    assert max(len(prompt) + len(completion) for prompt, completion, _ in texts) > 30
+    assert len(found) == 3
+    for mine, naive in zip(found, expected, strict=True):
+        assert torch.allclose(mine, naive, rtol=2e-3, atol=1e-6)
 
 
 def test_without_adaptive_weighting_the_penalty_does_not_look_at_the_rewards(
