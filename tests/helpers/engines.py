@@ -215,7 +215,8 @@ ENGINES = {
     "layers": EngineKey(model={"alpha": NEITHER}),
     "phi3 lora": EngineKey("phi3", options=LORA),
     "glm4": EngineKey("glm4", 0.5),
-    "granite": EngineKey("granite", 0.25),
+    # whose scale is not 1/sqrt(D), as policies take logits
+    "granite": EngineKey("granite", 0.25, {"eviction": RKV}),
     "mistral": EngineKey("mistral", 0.75, {"sink": 5, "window": 100}),
     "mixtral": EngineKey("mixtral", 0.75),
     "snapkv": EngineKey(sparsity=1.0, settings={"eviction": SNAPKV}),
