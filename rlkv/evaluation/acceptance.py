@@ -158,17 +158,19 @@ def _measure_task(study: Study, bar: ProgressBar, task: str) -> None:
     wanted: dict[Condition, None] = {}
     for setting in product(study.rankings, draft_sparsities(study), draft_sizes(study)):
         wanted.update(dict.fromkeys(study.at_sparsity(task, *setting)))
-    settings = {
-        "prompt_tokens": digest_of([problem.prompt_ids for problem in problems]),
-        "texts": digest_of([answer.tokens.tolist() for answer in answers]),
-        **facts_of(study.model, study.tokenizer),
-        "libraries": library_facts(),
-    }
+    settings = {**facts_of(study.model, study.tokenizer), "libraries": library_facts()}
     file = acceptance_file(study.config.output_dir, task)
     recorded = {"commit": commit(), "hardware": hardware_line()}
     with open_store(file, settings, KEY, recorded) as store:
+        texts = {(row["key"], row["condition"]): row["text"] for row in store.rows}
         for place, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
             own = with_text(wanted, place)
+            text = _digest(problem, answer)
+            if any(texts.get((problem.key, of.key), text) != text for of in own):
+                raise ValueError(
+                    f"{file} holds rows of another prompt or text of {problem.key}: take another "
+                    "output folder"
+                )
             missing = [of for of in own if (problem.key, of.key) not in store.done]
             if missing:
                 store.append(*_rows(study, problem, answer, missing))
@@ -188,9 +190,13 @@ def _rows(
     rows = []
     counts = count_accepted(study.model, prompt_ids, tokens, drafts)
     for condition, accepted in zip(measured, counts, strict=True):
-        row = {"key": problem.key, "condition": condition.key}
+        row = {"key": problem.key, "condition": condition.key, "text": _digest(problem, answer)}
         rows.append({**row, "accepted": accepted, "positions": len(tokens) - 1})
     return rows
+
+
+def _digest(problem: Problem, answer: Answer) -> str:
+    return digest_of([problem.prompt_ids, answer.tokens.tolist()])
 
 
 def _sizes(condition: Condition, prompt_tokens: int) -> LocalSizes:

@@ -58,7 +58,7 @@ class Problem:
 
     @cached_property
     def digest(self) -> str:
-        """What its rows depend on."""
+        """What its rows depend on, besides their draws."""
         return digest_of([self.key, self.prompt, self.reference, self.prompt_ids])
 
 
@@ -182,25 +182,30 @@ def run_method(
         StoreInUseError: if another process is writing ``rows_file``.
     """
     units = list(product(range(len(problems)), range(settings.num_samples)))
+    # of all processes: each refuses what any of them would
+    digests = {}
+    for place, sample in units:
+        # draws depend on the place of a problem, too
+        drawn = [] if settings.sampling.greedy else [place]
+        digests[problems[place].key, sample] = digest_of([problems[place].digest, *drawn])
     units = units[settings.rank :: settings.ranks]
     keys = [(problems[place].key, sample) for place, sample in units]
+    own = set(keys)
     compared = fingerprint(decoder, settings)
     full = decoder.allocation.full
     done: dict[tuple[str, int], Row] = {}
-    digests = {key: problems[place].digest for key, (place, _) in zip(keys, units, strict=True)}
     others = iter_shards(rows_file.parent, ROWS, KEY, compared)
     recorded = {"commit": commit(), "batch_size": settings.batch_size, "hardware": hardware_line()}
     with open_store(rows_file, compared, KEY, recorded) as store:
         for row in chain(others, store.rows):
             key = (row["key"], row["sample"])
-            if key not in digests:
-                continue  # of a larger limit, or another process's share
-            if row["problem"] != digests[key]:
+            if row["problem"] != digests.get(key, row["problem"]):
                 raise ValueError(
                     f"{rows_file.parent} holds rows of {row['key']} whose prompt, answer or tests "
                     "were others: use the old ones, or take another output folder"
                 )
-            done[key] = row
+            if key in own:
+                done[key] = row
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(units), right / max(1, len(done)))
 
@@ -209,7 +214,7 @@ def run_method(
             row = {
                 "key": problems[place].key,
                 "sample": sample,
-                "problem": problems[place].digest,
+                "problem": digests[problems[place].key, sample],
                 "correct": problems[place].grade(completion.text),
                 **measured(completion, problems, place, settings, full, decoder.size),
             }

@@ -72,6 +72,7 @@ def check_folder(folder: Path) -> None:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Raise ValueError if the file or folder holds something and ``overwrite`` is off."""
+    path = Path(os.path.expanduser(path))  # as what writes gates does
     if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")

@@ -31,9 +31,13 @@ _FINAL = re.compile(
     r"(?:\s{1,9}(?:therefore|thus|then|simply|indeed|also|still|now)\b)?",
     re.IGNORECASE,
 )
-# "given to 2 decimal places" is not a value that could replace a box, nor "confirmed by 3 + 4 = 7"
-_REMARK = re.compile(
-    r"\W*(?:[a-z]{2,}\s)?(?:[a-z]{2,}ed|given|correct|accurate|written|shown|found|seen)\b",
+# how a value begins that replaces a box before it: not "given to 2 decimal places", not "confirmed
+# by 3 + 4 = 7", not "an integer between 0 and 999"
+_VALUE = re.compile(
+    r"\s*(?:(?:the|that|equal\s+to|exactly|actually|only|just|approximately|about)\s+)*"
+    r"(?:[-+±\u2212\u2013≈~]?\s?(?:[\d.$£€¥\[{\\√∛π∠<>`]|\((?![a-z]{2}))"
+    r"|[a-z\u03b1-\u03c9]\d*\s*[=<>≤≥≠∈^_+*/(\u2212-]|[a-z]\s+(?:is|equals)\s|[a-z]{1,4}\s*=|[a-z]{2,3}\s*[\^+]"
+    r"|(?:sqrt|pi|ln|log|sin|cos|tan|binom)\b)",
     re.IGNORECASE,
 )
 _LAST_LINE = re.compile(r"(?:\W*|.*\b)answer\W{0,4}(?:\bis\b|:)|.*####\s", re.IGNORECASE)
@@ -145,7 +149,7 @@ def _statement(said: str) -> str:
 
 
 def _is_value(stated: str) -> bool:
-    return re.search(r"[\d\\]", stated) is not None and _REMARK.match(stated) is None
+    return re.search(r"[\d\\]", stated) is not None and _VALUE.match(stated) is not None
 
 
 def _last_line(text: str) -> str | None:

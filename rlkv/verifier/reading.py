@@ -130,8 +130,8 @@ _ANOTHER = word_set(
     "more less fewer least most over under than not or and to between about approximately nearly "
     "almost minus plus squared cubed factorial twice double if when from at per"
 ).union(_SCALES, _PARTS, _NUMBERS)
-# behind a number it is the same number, as a unit: 12 more apples
-_COMPARED = word_set("more fewer less over under")
+# behind a number it is the same number, but 5 more is not 5 less
+_COMPARED = {"more": "up", "over": "up", "less": "down", "fewer": "down", "under": "down"}
 _BEHIND = word_set("from to at")  # and nothing at all: 45 miles from home
 _FILLING = word_set("a an the of in total unit there is are it answer exist exactly only just all")
 _LEADING = word_set("option choice answer exactly only just a total of the or")
@@ -148,6 +148,7 @@ class Reading(NamedTuple):
     equation: str = ""  # all of it, where it has an equals sign
     words: str = ""
     is_compound: bool = False  # several units: 12 hours 30 minutes
+    direction: str = ""  # "up" or "down": 12 more, 3 under
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -366,9 +367,11 @@ def _read_values(text: str) -> Reading:
         if any(found not in ((), units) for _, found in split):
             units = ()
         value = ", ".join(part for part, _ in split) if units else ", ".join(elements)
-    if any((_ANOTHER - _COMPARED).intersection(unit.split("/")) for unit in units):
+    direction = "".join(_COMPARED.get(unit, "") for unit in units)
+    units = tuple(unit for unit in units if unit not in _COMPARED)
+    if any(_ANOTHER.intersection(unit.split("/")) for unit in units):
         return Reading("", words=text)
-    return _value(value, units, name, text if name else "")
+    return _value(value, units, name, text if name else "")._replace(direction=direction)
 
 
 def _value(value: str, units: tuple[str, ...], name: str, equation: str) -> Reading:
@@ -479,6 +482,8 @@ def _scaled(side: Reading) -> str:
 
 def _quantities(gold: Reading, found: Reading) -> bool | Pairs:
     """Compare two values with their units, as :func:`pairs_to_compare`."""
+    if gold.direction and found.direction and gold.direction != found.direction:
+        return False
     pair = (gold.value, found.value)
     for one, other in (pair, pair[::-1]):
         if _TUPLE.fullmatch(one) and _SET.fullmatch(other):

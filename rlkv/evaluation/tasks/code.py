@@ -41,7 +41,8 @@ _BEHIND_WORDS = re.compile(
 )
 _PYTHON = {"python", "python3", "py"}
 _DEFINITION = re.compile(
-    r"^[ \t]*(?:def |class |async def |from \S+ import |\w+[ \t]*=.*\blambda\b)", re.MULTILINE
+    r"^[ \t]*(?:def |class |async def |\w+[ \t]*=[ \t]*(?:\w+\([^()\n]*\)\()?lambda\b)",
+    re.MULTILINE,
 )
 _CODE_LINE = re.compile(r"^(?:def |class |import |from \w|@|async def )", re.MULTILINE)
 
@@ -69,10 +70,9 @@ def extract_code(text: str, is_called: bool = False) -> str | None:
         found = _last(code for code in behind if _CODE_LINE.search(code) and _parse(code))
     if found is None:
         found = _last(content for language, content in blocks if not language)
-    program = _program(found) if found is not None else None
-    if found is None and not blocks:
-        program = _plain_code(text)
-    return None if program is None else _until_done(program)
+    if found is not None:
+        return _until_done(_program(found))
+    return None if blocks else _plain_code(text)
 
 
 def _last(contents: Iterable[str]) -> str | None:
@@ -96,7 +96,7 @@ def _plain_code(text: str) -> str | None:
     start = _CODE_LINE.search(text)
     if start is None:
         return None
-    lines = text[start.start() :].splitlines()
+    lines = _until_done(text[start.start() :]).splitlines()
     ends = range(len(lines), max(0, len(lines) - MAX_TRIMMED_LINES), -1)
     for end in ends:
         code = "\n".join(lines[:end])
@@ -106,11 +106,10 @@ def _plain_code(text: str) -> str | None:
 
 
 def _until_done(program: str) -> str:
-    """Return what is before the line ``[DONE]``, with which MBPP's examples end."""
-    tree = _parse(program) if "[DONE]" in program else None
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.Expr) and ast.unparse(node) == "[DONE]":
-            return "".join(program.splitlines(keepends=True)[: node.lineno - 1])
+    """Return what is before the first line ``[DONE]`` behind a program, as MBPP's examples end."""
+    for line in re.finditer(r"^\[DONE\]", program, re.MULTILINE):
+        if _parse(program[: line.start()]) is not None:
+            return program[: line.start()]
     return program
 
 

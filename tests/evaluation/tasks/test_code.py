@@ -42,9 +42,9 @@ Load = Callable[..., list[EvalProblem]]
         ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
         ("Here:\nimport re\ndef f():\n    pass\nThat is all.", "import re\ndef f():\n    pass"),
-        ("[BEGIN]\ndef f():\n    pass\n[DONE]\nThat", "def f():\n    pass\n"),
+        ("[BEGIN]\ndef f():\n    pass\n[DONE]" + 70 * "\nThat is", "def f():\n    pass"),
         ("[BEGIN]\n```python\ndef f():\n    pass\n[DONE]\n```", "def f():\n    pass\n"),
-        ("def f():\n    'a\n[DONE]\n'", None),
+        ("```python\ndef f(): 1\n[DONE]\nThat is all\n```", "def f(): 1\n"),
         ("def f():\n    '''\n[DONE]\n'''", "def f():\n    '''\n[DONE]\n'''"),
         ("```bash\nls\n```", None),
         ("I cannot do it.", None),
@@ -62,7 +62,10 @@ def test_a_block_that_shows_how_to_call_a_function_is_not_the_program() -> None:
     assert extract_code(defined + usage, is_called=True) == "def f(): 1\n"
     assert extract_code(defined + usage) == "print(f())\n"  # of a program that is run
     assert extract_code(usage, is_called=True) == "print(f())\n"
-    for shorter in ("f = lambda: 1", "from math import gcd"):
+    for usage in ("from typing import List\nf([1])", "a = sorted(a, key=lambda v: v)\nf(a)"):
+        block = f"```python\n{usage}\n```"
+        assert extract_code(defined + block, is_called=True) == "def f(): 1\n"
+    for shorter in ("f = lambda: 1", "f = lru_cache(None)(lambda: 1)"):
         assert extract_code(f"{defined}```python\n{shorter}\n```", is_called=True) == f"{shorter}\n"
     assert extract_code(2 * defined.replace("1", "2") + defined, is_called=True) == "def f(): 1\n"
 
