@@ -217,6 +217,12 @@ def test_a_limit_may_grow_and_shrink(
     assert seen == [(3, 3)]
     assert by_key(again) == by_key(few)
     assert path.read_bytes() == kept
+    # the row of another problem is not of this process's share, and in the report all the same
+    other = [replace(problems[0], reference="other"), *problems[1:]]
+    second = tmp_path / "rows-1-of-2.jsonl"
+    with pytest.raises(ValueError, match="whose prompt, answer or tests were others"):
+        run(second, replace(GREEDY, rank=1, ranks=2), given=other)
+    assert not second.exists()
 
 
 def test_another_number_of_processes_takes_the_rows_over(
