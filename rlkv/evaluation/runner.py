@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,11 +55,6 @@ class Problem:
     prompt_ids: list[int]
     grade: Callable[[str], bool]
     reference: str = ""
-
-    @cached_property
-    def digest(self) -> str:
-        """What its rows depend on, besides their draws."""
-        return digest_of([self.key, self.prompt, self.reference, self.prompt_ids])
 
 
 @dataclass(frozen=True)
@@ -182,12 +177,7 @@ def run_method(
         StoreInUseError: if another process is writing ``rows_file``.
     """
     units = list(product(range(len(problems)), range(settings.num_samples)))
-    # of all processes: each refuses what any of them would
-    digests = {}
-    for place, sample in units:
-        # draws depend on the place of a problem, too
-        drawn = [] if settings.sampling.greedy else [place]
-        digests[problems[place].key, sample] = digest_of([problems[place].digest, *drawn])
+    digests = digest_problems(problems, settings.sampling)
     units = units[settings.rank :: settings.ranks]
     keys = [(problems[place].key, sample) for place, sample in units]
     own = set(keys)
@@ -198,14 +188,14 @@ def run_method(
     recorded = {"commit": commit(), "batch_size": settings.batch_size, "hardware": hardware_line()}
     with open_store(rows_file, compared, KEY, recorded) as store:
         for row in chain(others, store.rows):
-            key = (row["key"], row["sample"])
-            if row["problem"] != digests.get(key, row["problem"]):
+            # those of other processes too, so that all of them refuse the same
+            if row["problem"] != digests.get(row["key"], row["problem"]):
                 raise ValueError(
                     f"{rows_file.parent} holds rows of {row['key']} whose prompt, answer or tests "
                     "were others: use the old ones, or take another output folder"
                 )
-            if key in own:
-                done[key] = row
+            if (row["key"], row["sample"]) in own:
+                done[row["key"], row["sample"]] = row
         right = sum(row["correct"] for row in done.values())
         on_rows(len(done), len(units), right / max(1, len(done)))
 
@@ -214,7 +204,7 @@ def run_method(
             row = {
                 "key": problems[place].key,
                 "sample": sample,
-                "problem": digests[problems[place].key, sample],
+                "problem": digests[problems[place].key],
                 "correct": problems[place].grade(completion.text),
                 **measured(completion, problems, place, settings, full, decoder.size),
             }
@@ -237,6 +227,16 @@ def run_method(
             jobs = (partial(grade_and_write, *missing[i], text) for i, text in stream)
             run_in_background(jobs, max(UNGRADED, 2 * settings.batch_size))
     return [done[key] for key in keys]
+
+
+def digest_problems(problems: list[Problem], sampling: SamplingParams) -> dict[str, str]:
+    """Return by the key of each problem a digest of what its rows depend on."""
+    found = {}
+    for place, problem in enumerate(problems):
+        described = [problem.key, problem.prompt, problem.reference, problem.prompt_ids]
+        # draws depend on the place, too
+        found[problem.key] = digest_of(described if sampling.greedy else [*described, place])
+    return found
 
 
 def name_unlike_rows(files: Mapping[str, Iterable[Path]]) -> list[str]:
