@@ -70,7 +70,7 @@ def load_pool(config: DrawConfig) -> list[Problem]:
 def parse_range(text: str) -> tuple[int, int]:
     """Return the two numbers of ``--steps 3-12``."""
     low, _, high = text.partition("-")
-    if not (low.isdigit() and high.isdigit()):
+    if not (low.isdecimal() and high.isdecimal()):
         raise ValueError(f"--steps {text!r} is not a range: write it as 3-12")
     return int(low), int(high)
 

@@ -38,6 +38,7 @@ from rlkv.verifier.extraction import last_box
 SENTENCE = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct"
 IN_FORM = "answer in the prompt's form"
 IN_OWN_WORDS = "reference solution"
+TOTAL = "total"
 Check = dict[str, Any]  # JSON-able
 
 
@@ -142,14 +143,16 @@ def in_form(problem: EvalProblem) -> str:
 
 
 def load_pairs(source: str) -> list[Row]:
-    """Read a file of pairs; ``ValueError`` if one lacks a field."""
+    """Read a file of pairs; ``ValueError`` if a field is absent or of another type."""
     rows = []
     for where, row in read_rows(source):
-        is_complete = {"text", "gold", "right", "kind"} <= row.keys()
-        if not is_complete or not isinstance(row["right"], bool):
+        kinds = {"text": str, "gold": str, "kind": str, "right": bool}
+        if not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(
-                f"{where}: expected the fields text, gold, kind, and right, which is true or false"
+                f"{where}: expected the texts text, gold and kind, and right, true or false"
             )
+        if row["kind"] == TOTAL:
+            raise ValueError(f"{where}: the kind {TOTAL!r} is that of all rows: take another")
         rows.append(row)
     return rows
 
@@ -158,10 +161,10 @@ def check_pairs(rows: list[Row], verifier: Verifier) -> list[Check]:
     """Count the verdicts on pairs that are known to be right or wrong, by kind and in total."""
     verdicts = verifier.are_correct([(row["text"], row["gold"]) for row in rows])
     counts: dict[str, Check] = {}
-    for kind in [*sorted({row["kind"] for row in rows}), "total"]:
+    for kind in [*sorted({row["kind"] for row in rows}), TOTAL]:
         counts[kind] = {"kind": kind, "right": 0, "wrong": 0, "refused": [], "accepted": []}
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        for kind in (row["kind"], "total"):
+        for kind in (row["kind"], TOTAL):
             counts[kind]["right" if row["right"] else "wrong"] += 1
             if verdict != row["right"]:
                 counts[kind]["accepted" if verdict else "refused"].append(index)

@@ -63,6 +63,7 @@ class RerankConfig(ModelOptions):
         if self.output.suffix not in SUFFIXES:  # not after hours
             raise ValueError(f"--output {self.output} must end with {', '.join(SUFFIXES)}")
         check_new(self.output, self.overwrite)
+        check_least(self, 0, "budget")
         check_least(self, 1, "num_traces", "rows")
 
 

@@ -321,12 +321,6 @@ class LinearReallocationLayer(ReallocationLayer, LinearAttentionLayer):  # type:
         LinearAttentionLayer.reorder_cache(self, cast(torch.LongTensor, rows))
 
 
-def linear_states(layer: Any) -> list[Tensor]:
-    """Return the tensors that a linear layer of transformers' own cache holds."""
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in states if state is not None]
-
-
 @dataclass(eq=False)
 class CachedCall(StockMask):
     """One forward call, as the mask function sees it.

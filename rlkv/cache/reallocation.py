@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from rlkv.cache.evicting import EvictingStore, KeptTokens
-from rlkv.cache.layer import LinearReallocationLayer, ReallocationLayer, linear_states
+from rlkv.cache.layer import LinearReallocationLayer, ReallocationLayer
 from rlkv.cache.plan import (
     COMPRESSIBLE,
     CacheSettings,
@@ -162,12 +162,12 @@ def cached_states(layer: Any) -> list[Tensor]:
 
     Of a :class:`ReallocationLayer` only the linear states.
     """
-    states = []
+    states: list[Any] = []
     if isinstance(layer, CacheLayerMixin):
-        states = [state for state in (layer.keys, layer.values) if state is not None]
+        states = [layer.keys, layer.values]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        states += linear_states(layer)
-    return states
+        states += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
 
 
 class HeadReallocationCache(Cache):

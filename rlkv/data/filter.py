@@ -42,7 +42,7 @@ from rlkv.rollout.footprint import (
     rough,
 )
 from rlkv.smol import MAX_NEW_TOKENS
-from rlkv.utils.files import write_json, write_text
+from rlkv.utils.files import at_home, write_json, write_text
 from rlkv.utils.progress import progress_bar
 from rlkv.utils.runtime import digest, hardware_line, library_facts, provenance
 from rlkv.utils.store import Row, check_results, iter_shards, open_store, shard_file
@@ -401,7 +401,7 @@ def job_settings(config: FilterConfig, problems: list[Problem]) -> dict[str, Any
         settings["max_length"] = config.max_length
         settings["dtype"] = dtype_name(config.dtype, resolve_device(config.device))
     else:
-        path = Path(config.outputs).expanduser()
+        path = at_home(config.outputs)
         settings["outputs"] = digest(path.read_bytes()) if path.is_file() else config.outputs
         settings["outputs_field"] = config.outputs_field
     return settings | {"libraries": library_facts()}

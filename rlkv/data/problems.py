@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlkv import smol, tiny
 from rlkv.models.builtin import SMOL, TINY, dataset_rows
 from rlkv.models.shape import same_model
-from rlkv.utils.files import read_jsonl
+from rlkv.utils.files import at_home, read_jsonl
 from rlkv.utils.runtime import first_line, require
 
 if TYPE_CHECKING:
@@ -165,12 +165,13 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: as :func:`load_problems`.
     """
-    path = Path(source).expanduser()
+    path = at_home(source)
     if path.suffix not in SUFFIXES and not path.exists():
         yield from dataset_rows(source, "train", f"data set {source!r}", _ADVICE)
     elif not path.is_file():
+        fault = "is no file" if path.exists() else "does not exist"
         raise ValueError(
-            f"{source} does not exist: pass a .jsonl or .parquet file, or a data set of the hub"
+            f"{source} {fault}: pass a .jsonl or .parquet file, or a data set of the hub"
         )
     elif path.suffix == ".jsonl":
         yield from read_jsonl(path)

@@ -52,7 +52,7 @@ from rlkv.evaluation.text_analyses import budget, lengths, modes
 from rlkv.gates.head_gates import HeadGates
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.shape import ModelShape
-from rlkv.utils.files import read_log, write_json
+from rlkv.utils.files import at_home, read_log, write_json
 from rlkv.utils.runtime import provenance
 from rlkv.utils.store import check_results
 
@@ -452,7 +452,8 @@ def cost_metrics(ranking: Ranking) -> Metrics:
     """Return known seconds of each step and unit, mean and range over the seeds."""
     found: dict[tuple[str, str], list[float]] = {}
     for file, own in zip(ranking.files, ranking.gates, strict=True):
-        log = (Path(file) if Path(file).is_dir() else Path(file).parent) / "log.jsonl"
+        path = at_home(file)
+        log = (path if path.is_dir() else path.parent) / "log.jsonl"
         has_log = file not in PACKAGED_GATES and log.is_file()
         training = read_log(log) if has_log else []
         records = {"training": training, "re-ranking": [own.training.get("reranked") or {}]}

@@ -159,7 +159,7 @@ def _parse_policy(part: str, name: str) -> EvictionPolicy:
     if size.startswith("ratio="):
         options["ratio"] = _number(size.removeprefix("ratio="), name, f"{kind}@ratio=0.5")
     elif size:
-        if not size.isdigit():
+        if not size.isdecimal():
             raise ValueError(
                 f"method {name!r}: the budget {size!r} is not a number of entries: write {kind}@256"
             )
@@ -185,6 +185,8 @@ def named_gates(items: Sequence[str], reserved: tuple[str, ...] = ()) -> dict[st
         if Path(item).is_file() or not separator:
             name = Path(item).stem
             file = item
+        if not file.strip():
+            raise ValueError(f"--gates {item!r} names no file: give NAME=FILE")
         if not name.strip() or set(name) & set("/+@,:"):
             raise ValueError(
                 f"--gates: {name!r} cannot name a ranking: give NAME=FILE, the name without / + @ "

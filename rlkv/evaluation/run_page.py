@@ -81,7 +81,7 @@ def _progress(logs: RunLogs) -> str:
     text = f"Step {last} of {total}" if total else f"Step {last}"
     if logs.finished:
         return f"{text}: finished, the gates are exported."
-    seconds = [value for _, value in logs.curve("time/step_s")][-10:]
+    seconds = [record["time/step_s"] for record in logs.records if "time/step_s" in record][-10:]
     if total > last and seconds:
         left = sum(seconds) / len(seconds) * (total - last)
         text += f", about {duration(left)} left at the last steps' speed"

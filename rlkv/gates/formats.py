@@ -28,7 +28,7 @@ from torch import Tensor
 from rlkv.models.builtin import PACKAGED_GATES
 from rlkv.models.layout import ranges
 from rlkv.models.shape import ModelShape
-from rlkv.utils.files import atomic_path, parse_json, read_json, write_bytes, write_json
+from rlkv.utils.files import at_home, atomic_path, parse_json, read_json, write_bytes, write_json
 from rlkv.utils.numbers import check_whole
 from rlkv.utils.runtime import first_line
 
@@ -60,7 +60,7 @@ def read_gates(path: str | Path) -> dict[str, Any]:
         return _read_local(PACKAGED_GATES[str(path)])
     if isinstance(path, str) and _is_hub_address(path):
         return _read_local(_download(path))
-    return _read_local(Path(path).expanduser())
+    return _read_local(at_home(path))
 
 
 def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def write_gates(path: str | Path, payload: dict[str, Any]) -> None:
         raise ValueError(
             f"{path}: gates are saved to a local path, not to the hub: use rlkv-gates push"
         )
-    target = Path(path).expanduser()
+    target = at_home(path)
     tensors = {"alpha": payload["alpha"], "rank": payload["mean_alpha"]}
     if target.is_dir() or not target.suffix or str(path).endswith("/"):
         _write_peft(target, payload)
@@ -119,23 +119,14 @@ def _is_hub_address(path: str) -> bool:
 def _download(address: str) -> Path:
     """Fetch the folder with the gates files of a repository, from the hub or its local cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # of the HTTP library that this version of the hub's uses
-        RevisionResolutionError,
-    )
+
+    # HTTPError is that of the HTTP library that this version of the hub's uses
+    from huggingface_hub.errors import HFValidationError, HTTPError, RevisionResolutionError
 
     repo, revision = hub_address(address)
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
-    except (
-        OSError,
-        HTTPError,
-        HFValidationError,
-        HfHubHTTPError,
-        RevisionResolutionError,
-    ) as error:
+    except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         reason = first_line(error)
         where = "" if address.startswith(_HUB) else "no such local file or folder, and "
         raise ValueError(

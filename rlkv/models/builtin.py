@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlkv.utils.files import at_home
 from rlkv.utils.runtime import first_line, require
 
 TINY = "tiny"
@@ -115,7 +116,7 @@ def built_in_folder(model: str) -> Path:
 
 def cache_folder() -> Path:
     """Return ``$RLKV_CACHE``, or its default."""
-    return Path(os.environ.get("RLKV_CACHE") or "~/.cache/rlkv").expanduser()
+    return at_home(os.environ.get("RLKV_CACHE") or "~/.cache/rlkv")
 
 
 def made_once(name: str, about: str, write: Callable[[Path], None]) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkv.models.builtin import forget_blocks, made_once
+from rlkv.utils.files import at_home
 from rlkv.utils.runtime import first_line, require
 
 SUFFIX = ".gguf"
@@ -29,7 +30,7 @@ def find_gguf(model: str) -> Path | None:
     Raises:
         ValueError: if the file is absent, or a folder has several, of which none can be meant.
     """
-    path = Path(model).expanduser()
+    path = at_home(model)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         if not path.exists():
             raise ValueError(f"{model!r}: there is no such file")

@@ -346,11 +346,16 @@ class _Batch:
         sampling = self.decoding.sampling
         # where it is greedy as argmax, which takes 4 times as long on a CPU
         highest_R, token_R = logits_RV.max(-1)
-        if not bool((highest_R.isfinite() | ~self.running_R).all()):
-            advice = "check its weights"
-            if logits_RV.dtype == torch.float16:
-                advice = f"load it in bfloat16 or float32 (--dtype), or {advice}"
-            raise ValueError(f"the model's logits are not finite in {logits_RV.dtype}: {advice}")
+        finite_R = highest_R.isfinite()
+        if not bool(finite_R.all()):
+            if bool((self.running_R & ~finite_R).any()):
+                advice = "check its weights"
+                if logits_RV.dtype == torch.float16:
+                    advice = f"load it in bfloat16 or float32 (--dtype), or {advice}"
+                dtype = logits_RV.dtype
+                raise ValueError(f"the model's logits are not finite in {dtype}: {advice}")
+            # of rows that have ended, from which no token could be drawn
+            logits_RV = logits_RV.masked_fill(~finite_R[:, None], 0)
         if not sampling.greedy:
             drawn = [
                 0.0 if row.finish_reason else row.draws[len(row.token_ids)] for row in self.rows

@@ -133,7 +133,8 @@ class Connection:
             parts = urlsplit(url)
             host = parts.hostname if parts.scheme == "http" else None
             port = parts.port
-        except ValueError:  # of a port that is none, which does not name the address
+            http.client.HTTPConnection(host or "")  # which refuses what no host's name can hold
+        except (ValueError, http.client.InvalidURL):  # which do not name the address
             host = None
         if not host:
             raise ValueError(

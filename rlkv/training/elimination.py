@@ -262,7 +262,7 @@ def eliminate(
             left the lowest old cost decides.
     """
     steps = num_removals(len(order), low, high)
-    most = budget * len(order)
+    most = min(budget, steps + 2) * len(order)  # no search takes more
     full_LH = full_heads(order, low)
     gone = [head for head in order if not full_LH[head]]
     left = order[len(gone) :]

@@ -360,11 +360,6 @@ class RunLogs:
         records, gates, samples = (read_records(folder / name) for name in LOGS)
         return cls(folder, config, records, gates, samples, finished)
 
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """Return ``(step, value)`` of the records that have this figure."""
-        found = [record for record in self.records if record.get(name) is not None]
-        return [(record["step"], record[name]) for record in found]
-
 
 def _object(path: Path) -> dict[str, Any]:
     content = read_json(path) if path.exists() else {}

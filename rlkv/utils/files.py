@@ -18,6 +18,11 @@ TITLE_SIZE = 10
 TEXT_SIZE = 8
 
 
+def at_home(path: str | Path) -> Path:
+    """Return the path with the home folder for its ``~``; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))
+
+
 # --- writing
 
 
@@ -72,7 +77,7 @@ def check_folder(folder: Path) -> None:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Raise ValueError if the file or folder holds something and ``overwrite`` is off."""
-    path = Path(os.path.expanduser(path))  # as what writes gates does
+    path = at_home(path)  # as what writes gates does
     if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     raise ValueError(f"{path} exists: take another name, or pass --overwrite to replace it")

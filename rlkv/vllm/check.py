@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import pairwise
 from multiprocessing.util import Finalize
 from typing import Any
@@ -24,6 +23,7 @@ from vllm.platforms import current_platform
 
 from rlkv.attention.softmax import Softmax
 from rlkv.vllm.paged import Reads
+from rlkv.vllm.plugin import wrap_once
 from rlkv.vllm.settings import CHECK, FULL, ServingSettings, asks_for_check
 
 OUTPUTS_EVERY = 29  # calls of a layer of which one is computed again
@@ -270,17 +270,13 @@ def _watch_runner() -> None:
     """Have the engine's runner note what it reads, and say at the end what was compared."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    stock: Any = GPUModelRunner._model_forward
-    if getattr(stock, "watched_by_rlkv", False):
-        return
-
-    @wraps(stock)
-    def watched(self: Any, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(
+        stock: Any, self: Any, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if get_forward_context().attn_metadata is not None:
             _current[0].begin(self, input_ids, positions)
         return stock(self, input_ids, positions, *args, **kwargs)
 
-    watched.watched_by_rlkv = True  # type: ignore[attr-defined]
-    GPUModelRunner._model_forward = watched
-    # processes that the engine forks run no functions of atexit
-    Finalize(None, lambda: print(f"rlkv: {_current[0].summary()}", flush=True), exitpriority=0)
+    if wrap_once(GPUModelRunner, "_model_forward", watched):
+        # processes that the engine forks run no functions of atexit
+        Finalize(None, lambda: print(f"rlkv: {_current[0].summary()}", flush=True), exitpriority=0)

@@ -65,8 +65,11 @@ def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
     quantised = FP8_DTYPES if feature in (KEEPING, DRAFTING) else ()
     or_keep = "mode 'keep' on a CPU or " if feature == REALLOCATION else ""
     found = [*_unsupported(vllm_config), *_unsupported_cache(vllm_config, quantised, or_keep)]
-    if feature != ROLLOUT:
-        found += _unsupported_ranks(vllm_config)
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if feature != ROLLOUT and heads % ranks:  # each rank reads the gates of its own heads
+        divisor = f"choose a divisor of {heads}"
+        found.append(f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: {divisor}")
     if feature == DRAFTING:
         found += _unsupported_by_drafting(vllm_config)
     elif feature != ROLLOUT:
@@ -76,7 +79,7 @@ def check_engine(vllm_config: Any, feature: str = REALLOCATION) -> None:
         found += _unsupported_by_reallocation(vllm_config, or_keep)
     elif feature == ROLLOUT and architecture not in ARCHITECTURES:
         found.append(f"{architecture}: sample {', '.join(ARCHITECTURES)}, or with --rollout hf")
-    elif feature == ROLLOUT and vllm_config.parallel_config.tensor_parallel_size != 1:
+    elif feature == ROLLOUT and ranks != 1:
         # gates are those of all heads
         found.append("tensor parallelism: run one engine per GPU")
     elif feature == ROLLOUT and vllm_config.speculative_config is not None:
@@ -138,17 +141,6 @@ def _is_in_mistral_format(engine: Any) -> bool:
     from vllm.transformers_utils.repo_utils import is_mistral_model_repo
 
     return "mistral" in formats or is_mistral_model_repo(str(model.model), model.revision)
-
-
-def _unsupported_ranks(engine: Any) -> Iterator[str]:
-    """Yield the same for tensor parallelism: each rank reads the gates of its own heads."""
-    heads = engine.model_config.get_total_num_kv_heads()
-    ranks = engine.parallel_config.tensor_parallel_size
-    if heads % ranks:
-        yield (
-            f"--tensor-parallel-size {ranks} and {heads} KV heads a layer: choose a divisor of "
-            f"{heads}"
-        )
 
 
 def _unsupported_drafts(engine: Any) -> Iterator[str]:

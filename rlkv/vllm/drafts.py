@@ -8,13 +8,14 @@ else reads them.  So what is cached is the full model's, and so is the text.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from rlkv.vllm.plugin import wrap_once
 
 
 class HeadDraftProposer(DraftModelProposer):
@@ -84,12 +85,8 @@ class HeadDraftProposer(DraftModelProposer):
 
 def draft_with_heads() -> None:
     """Let the engine's proposer for a draft model draft with the served model, if that asks so."""
-    stock: Any = DraftModelProposer.load_model
-    if getattr(stock, "of_rlkv", False):
-        return
 
-    @wraps(stock)
-    def load_model(self: Any, target_model: Any) -> None:
+    def load_model(stock: Any, self: Any, target_model: Any) -> None:
         # the runner makes its proposer before it loads the model
         if hasattr(target_model, "rlkv_drafts"):
             self.__class__ = HeadDraftProposer
@@ -97,8 +94,7 @@ def draft_with_heads() -> None:
         else:
             stock(self, target_model)
 
-    load_model.of_rlkv = True  # type: ignore[attr-defined]
-    DraftModelProposer.load_model = load_model
+    wrap_once(DraftModelProposer, "load_model", load_model)
 
 
 def mend_sampling() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -39,12 +39,7 @@ def _prepare_every_config() -> None:
     # where the settings, the model and the scheduler meet, before there is another process
     from vllm.config import VllmConfig
 
-    stock: Any = VllmConfig.__post_init__
-    if getattr(stock, "prepared_by_rlkv", False):
-        return
-
-    @wraps(stock)
-    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
+    def prepared(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         from rlkv.vllm.configuration import prepare_engine
 
         stock(self, *args, **kwargs)
@@ -60,8 +55,25 @@ def _prepare_every_config() -> None:
 
             publish(sparsity, self.parallel_config.tensor_parallel_size)
 
-    prepared.prepared_by_rlkv = True  # type: ignore[attr-defined]
-    VllmConfig.__post_init__ = prepared
+    wrap_once(VllmConfig, "__post_init__", prepared)
+
+
+def wrap_once(owner: Any, name: str, function: Callable[..., Any]) -> bool:
+    """Have ``owner``'s method call ``function``, with the stock method before its arguments.
+
+    Returns False if it does so already.
+    """
+    stock = getattr(owner, name)
+    if getattr(stock, "of_rlkv", False):
+        return False
+
+    @wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    wrapped.of_rlkv = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+    return True
 
 
 def _check_beams() -> None:
@@ -71,20 +83,13 @@ def _check_beams() -> None:
 
     from rlkv.vllm.configuration import refuse_beams
 
-    for kind, name in (
-        (BeamSearchOfflineMixin, "llm_engine"),
-        (BeamSearchOnlineMixin, "engine_client"),
-    ):
-        stock: Any = kind.beam_search
-        if getattr(stock, "checked_by_rlkv", False):
-            continue
+    def checked(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        offline = isinstance(self, BeamSearchOfflineMixin)
+        refuse_beams(self.llm_engine if offline else self.engine_client)
+        return stock(self, *args, **kwargs)
 
-        def checked(self: Any, *args: Any, stock: Any = stock, name: str = name, **kw: Any) -> Any:
-            refuse_beams(getattr(self, name))
-            return stock(self, *args, **kw)
-
-        checked.checked_by_rlkv = True  # type: ignore[attr-defined]
-        kind.beam_search = checked
+    wrap_once(BeamSearchOfflineMixin, "beam_search", checked)
+    wrap_once(BeamSearchOnlineMixin, "beam_search", checked)
 
 
 def _check_streams() -> None:
@@ -97,12 +102,9 @@ def _check_streams() -> None:
 
     from rlkv.vllm.configuration import refuse_streams
 
-    stock: Any = AsyncLLM.add_request
-    if getattr(stock, "checked_by_rlkv", False):
-        return
-
-    @wraps(stock)
-    async def checked(self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any) -> Any:
+    async def checked(
+        stock: Any, self: Any, request_id: str, prompt: Any, *args: Any, **kw: Any
+    ) -> Any:
         if isinstance(prompt, AsyncGenerator):
             try:
                 refuse_streams(self)
@@ -110,8 +112,7 @@ def _check_streams() -> None:
                 raise VLLMValidationError(str(error)) from None
         return await stock(self, request_id, prompt, *args, **kw)
 
-    checked.checked_by_rlkv = True  # type: ignore[attr-defined]
-    AsyncLLM.add_request = checked
+    wrap_once(AsyncLLM, "add_request", checked)
 
 
 def installed_version() -> str | None:

@@ -126,15 +126,6 @@ class BinAttention(Attention):
             end = part.first + part.num_kv_heads
             part.kv_cache = cache[:, part.first : end] if is_bound else cache
 
-    def add_part(self, part: Part, sinks: Tensor | None) -> PartAttention:
-        """Return the heads ``part`` of the bin, for the layer that has them.
-
-        sinks: learned ones of the part's query heads; None: the model has none.
-        """
-        made = PartAttention(self, part, sinks)
-        self.parts = (*self.parts, made)
-        return made
-
     def get_kv_cache_spec(self, vllm_config: Any) -> PackedFullSpec | EvictingSpec | SinkWindowSpec:
         chosen = vllm_config.cache_config.block_size
         # a few backends ask for another size after loading; with linear layers the engine sizes a
@@ -167,9 +158,13 @@ class BinAttention(Attention):
 
 
 class PartAttention:
-    """The heads of one layer in one bin: what runs."""
+    """The heads of one layer in one bin: what runs.
+
+    sinks: learned ones of the part's query heads; None: the model has none.
+    """
 
     def __init__(self, own: BinAttention, part: Part, sinks: Tensor | None) -> None:
+        own.parts = (*own.parts, self)
         self.bin_name = own.layer_name
         self.first = part.first
         self.num_kv_heads = len(part.heads)
@@ -361,7 +356,7 @@ def attach_reallocation(model: Any, vllm_config: Any) -> HeadOrder:
         sinks = [None] * len(sizes) if learned is None else learned.detach().split(sizes)
         parts = []
         for part, own_sinks in zip(own_parts, sinks, strict=True):
-            parts.append(bins[part.bin].add_part(part, own_sinks))
+            parts.append(PartAttention(bins[part.bin], part, own_sinks))
         layer.attn = SplitAttention(stock, parts, vllm_config, joined)
     where = f"rank {rank} of {ranks}: " if ranks > 1 else ""
     amounts = entry_bytes, *settings.reference(longest)

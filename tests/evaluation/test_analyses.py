@@ -92,6 +92,9 @@ def test_costs_never_mix_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cost_text(cost_metrics(found)) == "4 s CPU + 8 s wall"
     folders = tuple(str(tmp_path / name) for name in ("a", "b", "absent"))  # these are gates too
     assert cost_metrics(replace(found, files=folders)) == cost_metrics(found)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = tuple(f"~/{name}" for name in ("a", "b", "absent"))
+    assert cost_metrics(replace(found, files=at_home)) == cost_metrics(found)
     for seed, seconds in enumerate((50, 70)):
         found.gates[seed].training = {"reranked": {"cpu_seconds": seconds}}
     again = cost_text(cost_metrics(found))

@@ -14,7 +14,7 @@ from rlkv.evaluation import eval_report
 from rlkv.evaluation.eval_report import evaluation_page, pass_at, plot_accuracy, summarize
 from rlkv.evaluation.evaluate import EvalConfig, parse_method
 from rlkv.evaluation.metrics import wilson_interval
-from rlkv.evaluation.published import find_published, published_tables
+from rlkv.evaluation.published import published_tables
 from rlkv.utils.runtime import provenance
 
 METHODS = ["full", "rlkv@0.2", "rlkv@0.4", "duo@0.4", "rlkv@0.4+rkv@256", "rkv@ratio=0.5"]
@@ -205,17 +205,10 @@ def test_every_published_number_is_plausible_and_names_its_source() -> None:
     for table in content["tables"]:
         assert all(content["sources"][table["source"]].values())
         assert table["unit"]
-        most = 100 if table["metric"] == "accuracy" else 1e6
         for methods in table["rows"].values():
             for values in methods.values():
                 assert len(values) == len(table["sparsities"])
-                assert all(0 <= value <= most for value in values)
-    limits = find_published("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "math500", "speedup_limit")
-    assert len(limits) == 4
-    for number in limits:
-        # 1 / ((1 - s) + s * (16 + 64) / 3000), to the two decimals of the table
-        share = number.sparsity or 0
-        assert number.value == pytest.approx(1 / (1 - share + share * 80 / 3000), abs=0.01)
+                assert all(0 <= value <= 100 for value in values)
 
 
 def test_plot_has_a_curve_through_the_sparsities_of_a_ranking(

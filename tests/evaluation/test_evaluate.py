@@ -308,7 +308,7 @@ def test_allocations() -> None:
         parse_method("rlkv@0.5", ["rlkv"]).allocation(config, other, seed=0)
 
 
-def test_names_of_gates(tmp_path: Path) -> None:
+def test_names_of_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lr=0.1" / "gates.tsv"
     file.parent.mkdir()
     HeadGates(torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).save(file)
@@ -316,6 +316,9 @@ def test_names_of_gates(tmp_path: Path) -> None:
     for name in ("", " ", "a/b", "a+b", "a@0.5", "a,b", "a:b"):
         with pytest.raises(ValueError, match=re.escape(f"--gates: {name!r}")):
             named_gates([f"{name}=gates.tsv"])
+    monkeypatch.chdir(file.parent)  # where an empty name would stand for this folder
+    with pytest.raises(ValueError, match="'rlkv=' names no file"):
+        named_gates(["rlkv="])
 
 
 # --- presets

@@ -373,6 +373,8 @@ def test_a_model_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(tmp_path))
     make_tiny_model("llama").config.save_pretrained(tmp_path / "mine")
     assert loading.load_config("~/mine").model_type == "llama"
+    with pytest.raises(ValueError, match="'~nobody/x'"):  # no such user, so no such folder
+        loading.load_config("~nobody/x")
 
 
 # --- built-in models

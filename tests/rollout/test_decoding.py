@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from rlkv import tiny
@@ -16,6 +17,7 @@ from rlkv.eviction import H2O, RKV, RPC
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.models.prompts import render_prompt
+from rlkv.rollout import decoding
 from rlkv.rollout.base import Completion, SamplingParams
 from rlkv.rollout.decoding import AT_ONCE, draw_tokens, row_draws
 from rlkv.rollout.hf import HFEngine
@@ -189,6 +191,29 @@ def test_each_row_is_yielded_when_it_ends(engine: HFEngine, prompts: list[str]) 
     assert steps == [len(completion.token_ids) for completion in completions.values()]
     assert len(set(steps)) > 2, "rows must end at different times"
     assert {c.finish_reason for c in completions.values()} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_rows_that_have_ended_may_hold_logits_that_are_not_finite(
+    engine: HFEngine, prompts: list[str], top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(50, temperature=1.0, top_k=top_k, seed=4)
+    texts = [completion.token_ids for completion in engine.generate(prompts, sampling)]
+    choose = decoding._Batch._choose
+    spoilt = 0
+
+    def spoil(batch: Any, logits_RV: Tensor) -> Any:
+        nonlocal spoilt
+        ended_R = ~batch.running_R
+        spoilt += int(ended_R.sum())
+        return choose(batch, logits_RV.masked_fill(ended_R[:, None], torch.nan))
+
+    monkeypatch.setattr(decoding._Batch, "_choose", spoil)
+    # rows that have ended stay, as beside a graph
+    monkeypatch.setattr(decoding._Batch, "leave_at", lambda batch, are_others_waiting: 0.0)
+    found = engine.generate(prompts, sampling)
+    assert spoilt > 0
+    assert [completion.token_ids for completion in found] == texts
 
 
 # --- rows that join

@@ -92,7 +92,7 @@ def test_no_solution_is_measured_and_held_back() -> None:
 
 def test_where_costs_do_not_change_each_head_is_measured_once_more() -> None:
     loss = Known(additive)
-    order, steps = search(loss, 6, 100)
+    order, steps = search(loss, 6, torch.inf)
     assert order == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (0, 0)]
     assert loss.passes == 1 + 6 + 6  # the start, all heads, and the lowest at every step
     losses = WORTH.flatten().sort().values.cumsum(0).tolist()

@@ -31,7 +31,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -90,12 +89,10 @@ class Verdict:
             test), exit (it left before the end of the tests), timeout, memory or killed (by a
             signal).
         detail: where, and what was raised.
-        seconds: wall-clock time with start and clean-up.
     """
 
     reason: str
     detail: str
-    seconds: float
 
     @property
     def passed(self) -> bool:
@@ -219,7 +216,6 @@ def run_tests(
 
 def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[str, Verdict]:
     """Return what the worker says of its isolation, and the verdict."""
-    start = time.monotonic()
     nonce = secrets.token_hex(16)
     # made by the judge, which outlives this process: killed between making it and starting the
     # judge, this process would leave it behind
@@ -267,4 +263,4 @@ def _run(isolation: Isolation, job: Mapping[str, Any], limits: Limits) -> tuple[
             break
     reason, detail = ended
     version = json.loads(used)
-    return f"({version})" if version else "", Verdict(reason, detail, time.monotonic() - start)
+    return f"({version})" if version else "", Verdict(reason, detail)

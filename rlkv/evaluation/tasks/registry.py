@@ -17,6 +17,7 @@ from rlkv.evaluation.tasks.code import CODE
 from rlkv.evaluation.tasks.maths import MATHS
 from rlkv.models.builtin import dataset_rows
 from rlkv.models.prompts import TEMPLATES, choose_template
+from rlkv.utils.files import at_home
 from rlkv.utils.runtime import require
 from rlkv.verifier.extraction import after_thinking
 
@@ -114,7 +115,7 @@ def find_tasks(names: Sequence[str], data: Path | None) -> list[EvalTask]:
     found = [find_task(name) for name in names]
     if len(set(names)) < len(found):
         raise ValueError(f"--tasks {' '.join(names)} names a task twice: leave one out")
-    if data is not None and len(found) > 1 and data.expanduser().is_file():
+    if data is not None and len(found) > 1 and at_home(data).is_file():
         raise ValueError(
             f"--data {data} is one file, but --tasks names {len(found)} tasks: give a folder that "
             "holds a file for each, or name one task"
@@ -143,7 +144,7 @@ def load_task(
         task = replace(task, template=TEMPLATES[choose_template(template, model=None)])
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    source = None if path is None else Path(path).expanduser()
+    source = None if path is None else at_home(path)
     if task.draw is not None and (source is None or source.is_dir()):
         drawn = task.draw(limit or DRAWN)
         rows: Iterable[Row] = [(f"{name} problem {i}", dict(row)) for i, row in enumerate(drawn, 1)]

@@ -188,7 +188,7 @@ def test_a_bubblewrap_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyP
         ran.append(way)
         if way.bubblewrap:
             raise SandboxError("no namespaces")
-        return "(3)", Verdict("passed", "", 0.0)
+        return "(3)", Verdict("passed", "")
 
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/bwrap")
     monkeypatch.setattr(sandbox, "_run", run)
