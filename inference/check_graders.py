@@ -146,11 +146,13 @@ def load_pairs(source: str) -> list[Row]:
     """Read a file of pairs; ``ValueError`` if a field is absent or of another type."""
     rows = []
     for where, row in read_rows(source):
-        kinds = {"text": str, "gold": str, "kind": str, "right": bool}
-        if not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
-            raise ValueError(
-                f"{where}: expected the texts text, gold and kind, and right, true or false"
-            )
+        kinds = {"text": str | None, "gold": object, "kind": str, "right": bool}
+        for name, kind in kinds.items():
+            if name not in row or not isinstance(row[name], kind):
+                raise ValueError(
+                    f"{where}: expected text and kind, which are texts, gold, and right, which is "
+                    "true or false"
+                )
         if row["kind"] == TOTAL:
             raise ValueError(f"{where}: the kind {TOTAL!r} is that of all rows: take another")
         rows.append(row)

@@ -16,7 +16,7 @@ import torch
 from rlkv.models.builtin import BUILT_IN, built_in_folder, connection_error
 from rlkv.models.gguf import find_gguf, gguf_folder
 from rlkv.utils.devices import cpu_has_any, leave_cudnn_out
-from rlkv.utils.files import at_home, read_json
+from rlkv.utils.files import read_json
 from rlkv.utils.runtime import digest, digest_of, first_line
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def model_source(model: str) -> str:
     file = find_gguf(model)
     if file is not None:
         return str(gguf_folder(file))
-    return str(at_home(model)) if is_path(model) else model
+    return os.path.expanduser(model) if is_path(model) else model
 
 
 def load_config(model: str) -> PretrainedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlkv.models.gguf import find_gguf
 from rlkv.models.layout import Layout
-from rlkv.utils.files import at_home, is_text
+from rlkv.utils.files import is_text
 from rlkv.utils.numbers import check_whole
 
 # hub id -> name of its config, and what the hub says of it
@@ -72,7 +73,7 @@ def same_model(first: str, second: str) -> bool:
     """Return whether two names mean one model; for a folder and a hub id the last part decides."""
     if first == second:
         return True
-    paths = [at_home(name) for name in (first, second)]
+    paths = [Path(os.path.expanduser(name)) for name in (first, second)]
     local = [path for path in paths if path.exists()]
     if len(local) == 2:
         return _weights(local[0]).samefile(_weights(local[1]))

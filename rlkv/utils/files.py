@@ -19,8 +19,14 @@ TEXT_SIZE = 8
 
 
 def at_home(path: str | Path) -> Path:
-    """Return the path with the home folder for its ``~``; that of an unknown user stays."""
-    return Path(os.path.expanduser(path))
+    """Return the path with the home folder for its ``~``; ValueError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{path}: no home folder is known that {Path(path).parts[0]} could stand for: write "
+            "it out"
+        ) from None
 
 
 # --- writing

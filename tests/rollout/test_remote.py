@@ -304,6 +304,8 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         assert client.retries == 0
         with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{server.server_port} .*--port"):
             RolloutServer(("127.0.0.1", server.server_port), Scripted(), FACTS)
+    for address in ("http://[fd00::a]:8700", "http://[::1]"):
+        RolloutClient([address])
     for address in ("localhost:8700", "http://host:port", "http://host:99999", "http://ho st:87"):
         with pytest.raises(ValueError, match=f"look like http://host:port, got '{address}'"):
             RolloutClient([address])

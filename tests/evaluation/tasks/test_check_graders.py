@@ -92,12 +92,12 @@ def test_nothing_to_check_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     unsolved = write(tmp_path / "unsolved.jsonl", [{"problem": "p", "answer": "7"}])
     other = write(tmp_path / "other.jsonl", [{"text": "7", "gold": "7"}])
     pair = {"text": "7", "gold": "7", "kind": "a", "right": True}
-    number = write(tmp_path / "number.jsonl", [pair, pair | {"gold": 7}])
+    number = write(tmp_path / "number.jsonl", [pair, pair | {"text": 7}])
     total = write(tmp_path / "total.jsonl", [pair | {"kind": "total"}])
     for options, message in (
         (["--input", unsolved], "unsolved.jsonl: no problem has both a solution"),
-        (["--pairs", other], "expected the texts text, gold and kind, and right, true or false"),
-        (["--pairs", number], "line 2: expected the texts text, gold and kind"),
+        (["--pairs", other], "expected text and kind, which are texts, gold, and right"),
+        (["--pairs", number], "line 2: expected text and kind, which are texts"),
         (["--pairs", total], "the kind 'total' is that of all rows"),
         (["--pairs", empty], "nothing was checked"),
         (["--data", str(tmp_path), "--no-code"], "nothing was checked"),
