@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlkv.cli.app import parse_groups, run_app
 
@@ -124,8 +125,15 @@ def _distill() -> None:
     distill_gates(settings)
 
 
-distill_main = partial(run_app, _distill)
-main = partial(run_app, _train)
+def _run(find: Callable[[], None]) -> NoReturn:
+    # oneDNN keeps what it compiled for 1,024 shapes, and every length of a text has its own: on a
+    # CPU that grows to gigabytes, and is seldom used twice
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    run_app(find)
+
+
+distill_main = partial(_run, _distill)
+main = partial(_run, _train)
 
 
 if __name__ == "__main__":
