@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rlkv.cli.app import parse_groups, run_app
 
@@ -125,15 +124,8 @@ def _distill() -> None:
     distill_gates(settings)
 
 
-def _run(find: Callable[[], None]) -> NoReturn:
-    # oneDNN keeps what it compiled for 1,024 shapes, and every length of a text has its own: on a
-    # CPU that grows to gigabytes, and is seldom used twice
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    run_app(find)
-
-
-distill_main = partial(_run, _distill)
-main = partial(_run, _train)
+distill_main = partial(run_app, _distill)
+main = partial(run_app, _train)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 from tyro.conf import Positional
 
-from rlkv.cli import train
 from rlkv.cli.app import QUIET, parse, read_config, run_app
 from rlkv.data.filter import FilterConfig
 from tests.helpers.paths import ROOT
@@ -299,18 +298,3 @@ def test_a_locale_without_the_letters_is_not_an_error() -> None:
     variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     done = run("run_app(lambda: print('\\u221a\\ud800'))", env={**os.environ, **variables})
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\u221a\\ud800\n", "")
-
-
-@pytest.mark.parametrize("given", [None, "1024"])
-def test_training_bounds_what_onednn_keeps_unless_the_user_does(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    monkeypatch.setenv(name, given or "")
-    if given is None:
-        monkeypatch.delenv(name)
-    seen = []
-    monkeypatch.setattr(train, "run_app", lambda app: seen.append(os.environ[name]))
-    train.main()
-    train.distill_main()
-    assert seen == [given or "64"] * 2
