@@ -133,9 +133,8 @@ class Connection:
             parts = urlsplit(url)
             host = parts.hostname if parts.scheme == "http" else None
             port = parts.port
-            http.client.HTTPConnection(
-                host or "", port or 80
-            )  # which refuses what no host's name can hold
+            # refuses what no host's name can hold
+            http.client.HTTPConnection(host or "", port or 80)
         except (ValueError, http.client.InvalidURL):  # which do not name the address
             host = None
         if not host:
