@@ -25,6 +25,7 @@ from rlkv.smol import MAX_STEPS, MIN_STEPS
 from rlkv.smol import problems as smol_problems
 from rlkv.tiny import problems as tiny_problems
 from rlkv.utils.files import check_new, write_jsonl
+from rlkv.verifier import has_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def load_pool(config: DrawConfig) -> list[Problem]:
         raise ValueError(f"--held-out-names belongs to the problems of smol, not to {source}")
     if config.steps is None and not config.held_out_names:
         pool = load_problems(source, config.num_problems, config.seed, config.limit)
-        return [problem for problem in pool if problem.answer.strip()]
+        return [problem for problem in pool if has_answer(problem.answer)]
     if source not in (TINY, SMOL):
         raise ValueError(
             f"--steps {config.steps} belongs to the problems of tiny and smol, not to {source}"

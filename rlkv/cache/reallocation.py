@@ -288,8 +288,14 @@ class HeadReallocationCache(Cache):
                     "the call has no new tokens: give generate(...) the whole text so far with its "
                     "attention_mask, and the model at least one token"
                 )
-            # all layers have as many
-            next(iter(self._layers.values())).check_rows(tokens.shape[0])
+            first = next(iter(self._layers.values()))  # all layers have as many
+            first.check_rows(tokens.shape[0])
+            is_writable = torch.is_inference_mode_enabled() or not first.is_initialized
+            if not is_writable and first.stores[0].keys.is_inference():
+                raise ValueError(
+                    "this cache was begun under torch.inference_mode(), and can be written only "
+                    "there: go on under it, or begin a new cache under torch.no_grad()"
+                )
         if self.reader is None and not self.can_join:
             self.reader = id(module)
 
@@ -357,7 +363,8 @@ class HeadReallocationCache(Cache):
         tokens = self.get_seq_length() - (int(padding.counts[row]) if padding is not None else 0)
         held = torch.zeros(*self.full.shape, tokens, dtype=torch.bool)
         for number, layer in self._layers.items():
-            held[number, : layer.num_heads] = layer.held(row, tokens)
+            if layer.is_initialized:
+                held[number, : layer.num_heads] = layer.held(row, tokens)
         for number, stock in self._stock.items():
             if not isinstance(stock, CacheLayerMixin) or stock.keys is None:
                 continue  # a linear layer, or one of images, holds no tokens

@@ -44,6 +44,7 @@ from rlkv.evaluation.report import (
     Point,
     levels,
     mark,
+    p_number,
     plot_curves,
     provenance_facts,
 )
@@ -487,8 +488,8 @@ def _write_paired(page: Page, reference: str, summaries: list[Metrics]) -> None:
                 of["method"],
                 f"{_points(of['difference'])} {limits}",
                 f"{of['problems_better']}, {of['problems_worse']} of {of['n']}",
-                f"{of['sign_p_value']:.3g}",
-                f"{of['p_value']:.3g}",
+                p_number(of["sign_p_value"]),
+                p_number(of["p_value"]),
             ]
         )
     columns = ("difference in points", "problems better, worse", "p, sign test", "p, flip test")

@@ -114,7 +114,7 @@ def mean_with_interval(scores: Sequence[float] | Floats) -> Estimate:
         low, high = wilson_interval(int(values.sum()), values.size)
         return Estimate(float(values.mean()), low, high, values.size)
     estimate = bootstrap_mean(values)
-    if np.ptp(values) == 0:
+    if _is_one_value(values):
         low, high = unseen_interval(estimate.mean, values.size, least=0.0)
         return Estimate(estimate.mean, low, high, values.size)
     return estimate

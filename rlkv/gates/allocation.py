@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def num_full_heads(sparsity: float, total: int) -> int:
     Raises:
         ValueError: if ``sparsity`` is not a number or outside [0, 1].
     """
-    if isinstance(sparsity, bool | str):
+    if isinstance(sparsity, bool) or not isinstance(sparsity, SupportsFloat):
         raise ValueError(f"sparsity is {sparsity!r}: it must be a number from 0 to 1")
     if not 0 <= sparsity <= 1:
         raise ValueError(

@@ -56,6 +56,8 @@ _HUB_FILES += [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 def read_gates(path: str | Path) -> dict[str, Any]:
     """Read a file, a folder, a hub address, ``tiny`` or ``smol``; see ``HeadGates.load``."""
+    if isinstance(path, str) and not path.strip():
+        raise ValueError("the name of the gates is empty: give a file, a folder or a hub address")
     if path in PACKAGED_GATES:
         return _read_local(PACKAGED_GATES[str(path)])
     if isinstance(path, str) and _is_hub_address(path):

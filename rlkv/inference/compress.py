@@ -342,6 +342,11 @@ def resolve_allocation(
             )
         gates.check_model(model.config)
         return HeadAllocation.from_gates(gates, sparsity, scope=scope)
+    if scope != "global":
+        raise ValueError(
+            f"scope is {scope!r} without a gates file, whose heads it would rank: pass gates, or "
+            "leave it out"
+        )
     if gates is None:
         if sparsity is not None:
             raise ValueError(
@@ -380,7 +385,7 @@ def _check_policy(
             "evict_from='full' needs gates, which say which heads are full: pass them, or leave it "
             "out to evict from all heads"
         )
-    given = [name for name, value in sizes.items() if value not in (None, False)]
+    given = [name for name, value in sizes.items() if value is not None and value is not False]
     if given and isinstance(eviction, EvictionPolicy) and evict_from == COMPRESSIBLE:
         raise ValueError(
             f"{' and '.join(given)} cannot be given with the eviction policy {eviction.name}, "

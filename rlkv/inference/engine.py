@@ -57,6 +57,10 @@ class _TextStream(TextStreamer):
 
     def on_token(self, index: int, token: int) -> None:
         self.put(torch.tensor([token]))
+        if not self.token_cache:  # after a line
+            # a token of it stays: some tokenizers strip a space with which what they decode begins
+            self.token_cache = [token]
+            self.print_len = len(self.tokenizer.decode([token]))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.on_text(text)

@@ -12,7 +12,7 @@ from rlkv.cache import CacheSettings
 from rlkv.eviction import EvictionPolicy, make_policy, parse_options
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
-from rlkv.inference.compress import resolve_allocation
+from rlkv.inference.compress import check_servable, resolve_allocation
 from rlkv.inference.engine import InferenceEngine
 from rlkv.inference.options import CacheOptions, ModelOptions, SamplingOptions, check_least
 from rlkv.models.builtin import PACKAGED_GATES
@@ -322,6 +322,7 @@ class InferSession:
                 model, serving, config.batch_size, dtype=config.dtype, max_positions=room
             )
         else:
+            check_servable(loaded)
             heads = resolve_allocation(loaded, allocation)
             engine = InferenceEngine(loaded, tokenizer, heads, cache, config.batch_size)
         settings = {

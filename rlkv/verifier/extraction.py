@@ -200,13 +200,16 @@ def reference_answer(text: str) -> str:
 
     Behind ``####`` is the rest of the last line; elsewhere it is a heading of Markdown.
     A published copy of MATH-500 (Kurt232/bench) has the whole solution in its field ``answer``.
-    Empty for what equals nothing, such as the NaN that pandas writes for a missing answer.
+    Boxes that belong together are one answer, as in outputs.  Empty for what equals nothing, such
+    as the NaN that pandas writes for a missing answer, or a whole proof.
     """
     _, mark, last = text.rstrip().rpartition(GSM8K_MARK)
     if mark and "\n" not in last.strip():
         found = _DIGIT_GROUPS.sub(lambda group: group[0].replace(",", ""), last)
     else:
-        box = last_box(text)
-        found = text if box is None else box
+        boxes = _boxes(text)
+        is_boxed = bool(boxes) and boxes[-1].content is not None
+        found = (_boxed(text, boxes) or "") if is_boxed else text
     found = found.strip()
-    return "" if found.lower() in NEVER_EQUAL else found
+    too_long = len(found) > MAX_ANSWER_CHARS
+    return "" if too_long or "\0" in found or found.lower() in NEVER_EQUAL else found

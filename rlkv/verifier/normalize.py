@@ -98,6 +98,7 @@ def _matrix(match: re.Match[str]) -> str:
 
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 _END = r"(?![A-Za-z])"  # of a command
+_LETTER = rf"\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|sigma|pi){_END}"
 _START = r"(?<![A-Za-z\\])"  # of a word that is not a command
 _SWITCHES = (
     "tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|displaystyle|textstyle|scriptstyle"
@@ -146,8 +147,13 @@ _DRESS: list[Rule] = [
     (r"\\begin\{(?:[bpB]|small)?(?:matrix|array)\}(?:\{[lcr|\s]*\})?", r"\\begin{pmatrix}"),
     (r"\\end\{(?:[bpB]|small)?(?:matrix|array)\}", r"\\end{pmatrix}"),
     (r"\\overline\s*\{([A-Z]+)\}", r"\1"),
-    (rf"\\[dtc]frac{_END}", r"\\frac"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (rf"\\[dtc](frac|binom){_END}", r"\\\1"),
+    # \frac12, \frac1{2n}, \frac\pi2, \frac{a}b
+    (rf"\\(frac|binom)\s*(\d|(?<=\s)[A-Za-z]|{_LETTER})", r"\\\1{\2}"),
+    (
+        rf"\\(frac|binom)\s*(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*(\d|[A-Za-z]|{_LETTER})",
+        r"\\\1\2{\3}",
+    ),
     (rf"\\(sqrt|bar|overline)\s*(\[\d+\])?\s*([\dA-Za-z]){_END}", r"\\\1\2{\3}"),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
 ]

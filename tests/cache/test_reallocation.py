@@ -162,6 +162,7 @@ def test_a_reset_cache_is_as_new(model: PreTrainedModel, options: dict[str, Any]
         HeadReallocationCache(MIXED, SINK, WINDOW, record=True, **options) for _ in range(2)
     )
     cached_logits(model, draw_ids(2, 34, seed=2), cache, [25] + [1] * 9)
+    assert fresh.held(0).shape == (*MIXED.shape, 0)
     cache.reset()
     assert cache.kept == []
     calls = [17] + [1] * 15

@@ -47,7 +47,8 @@ def test_a_draw_from_the_pool_of_the_filter(tmp_path: Path) -> None:
     assert len({row["problem"] for row in found}) == 5
     assert all(row in pool for row in found)
     assert found != pool[:5]
-    rows = [{"problem": "p", "answer": None}, {"problem": "q", "answer": 2}]  # one has no answer
+    answers = {"p": None, "nan": "nan", "q": 2}  # two have none
+    rows = [{"problem": problem, "answer": answer} for problem, answer in answers.items()]
     write_jsonl(tmp_path / "pool.jsonl", rows)
     assert draw(tmp_path / "c.jsonl", "--input", str(tmp_path / "pool.jsonl")) == 0
     assert read_log(tmp_path / "c.jsonl") == [{"problem": "q", "answer": "2"}]

@@ -55,6 +55,8 @@ def test_equal_scores_have_an_interval_with_width() -> None:
     found = mean_with_interval([0.25] * 10)
     assert (found.low, found.high) == pytest.approx((0.25 * (1 - bound), 0.25 + 0.75 * bound))
     assert mean_with_interval([0.25, 0.5]) == bootstrap_mean([0.25, 0.5])
+    thirds = mean_with_interval([0.5, 0.49999999999999994])  # one number, in two orders of a sum
+    assert (thirds.low, thirds.high) == pytest.approx(unseen_interval(0.5, 2, least=0.0))
     right = mean_with_interval([1, 1])
     assert (right.low, right.high) == wilson_interval(2, 2)
 

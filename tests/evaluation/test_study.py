@@ -78,6 +78,17 @@ def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -
         run(inputs, tmp_path / "out", *gates)
 
 
+def test_published_numbers_are_not_shown_next_to_problems_of_a_file(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "published_name", lambda name: "a published model")
+    given = config_of(inputs, tmp_path)
+    assert given.data is not None
+    assert given.data.is_file()
+    assert load_study(given).published is None
+    assert load_study(replace(given, data=None)).published == "a published model"
+
+
 def study_of(family: str, inputs: Path, folder: Path, *analyses: str) -> Study:
     """Load a study of random gates of a model of ``family``."""
     model = make_family(family, max_position_embeddings=512)

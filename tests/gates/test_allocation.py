@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ TWO = [(1, 0), (0, 1)]
 )
 def test_number_of_full_heads(sparsity: float, total: int, expected: int) -> None:
     assert num_full_heads(sparsity, total) == expected
+
+
+@pytest.mark.parametrize("sparsity", [None, [0.5], "0.5", True])
+def test_what_is_not_a_number_is_no_sparsity(sparsity: Any) -> None:
+    with pytest.raises(ValueError, match="must be a number from 0 to 1"):
+        num_full_heads(sparsity, 8)
 
 
 @pytest.mark.parametrize("total", [1, 24, 112])

@@ -348,6 +348,9 @@ SHORT_GATES = HeadAllocation(torch.ones(2, 4, dtype=torch.bool))
         ({"eviction": RKV(budget=12), "sparsity": 0.5}, "sparsity.*without gates"),
         ({**BY_RKV, "protect_prompt": True}, "protect_prompt.*rkv"),
         ({**BY_RKV, "sink": 2, "window": 64}, "sink and window cannot be given with .* rkv"),
+        ({**BY_RKV, "sink": 0}, "sink cannot be given with .* rkv"),
+        ({**PLAIN, "scope": "layer"}, "scope is 'layer' without a gates file"),
+        ({"gates": "", "sparsity": 0.5}, "the name of the gates is empty"),
         ({"eviction": RKV(budget=12), "evict_from": "full"}, "evict_from='full' needs gates"),
         ({**BY_RKV, "gates": NONE_FULL, "evict_from": "full"}, "but none is full"),
         ({**PLAIN, "window": 600}, "window is 600, but the model has 512 positions"),
@@ -391,6 +394,19 @@ def test_turns_that_do_not_go_on_with_the_text(llama: PreTrainedModel) -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 llama.generate(ids, past_key_values=session.cache, **GREEDY)
+
+
+def test_a_cache_of_inference_mode_is_not_written_outside(llama: PreTrainedModel) -> None:
+    text = prompt()
+    with rlkv.compress(llama, MIXED) as session:
+        with torch.inference_mode():
+            llama(text, past_key_values=session.new_cache())
+            inside = llama.generate(text, **GREEDY)
+        cache = session.cache
+        with pytest.raises(ValueError, match=r"begun under torch\.inference_mode"):
+            llama.generate(inside, past_key_values=cache, **GREEDY)
+        with torch.inference_mode():
+            assert len(llama.generate(inside, past_key_values=cache, **GREEDY)[0]) > len(inside[0])
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])

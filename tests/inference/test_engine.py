@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from rlkv.cache import CacheSettings, HeadReallocationCache
 from rlkv.gates.allocation import HeadAllocation
@@ -57,6 +60,22 @@ def test_the_end_of_thoughts_is_streamed_where_it_is_a_special_token() -> None:
     assert "".join(pieces) == completion_text(tokenizer, ids)
     assert "</think>" in "".join(pieces)
     assert "<eos>" not in "".join(pieces)
+
+
+def test_lines_keep_their_first_space_where_texts_lose_theirs() -> None:
+    words = {"<unk>": 0, "\u2581def": 1, "\n": 2, "\u2581\u2581return": 3, "\u25811": 4}
+    whole = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    whole.decoder = decoders.Sequence(  # that of Llama 2
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", left=1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole)
+    pieces: list[str] = []
+    stream = _TextStream(tokenizer, pieces.append)
+    ids = [1, 2, 3, 4, 2, 2, 4]
+    for token in ids:
+        stream.on_token(0, token)
+    stream.end()
+    assert "".join(pieces) == completion_text(tokenizer, ids) == "def\n  return 1\n\n 1"
 
 
 def test_full_replies_are_the_stock_ones_with_the_stock_bytes() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rlkv.inference.session import _outcome
 from rlkv.rollout.base import Completion
 from rlkv.verifier import Verifier, extract_answer, is_correct
+from rlkv.verifier.extraction import reference_answer
 from tests.helpers.paths import SHARED
 
 DATA = SHARED / "data"
@@ -112,6 +113,7 @@ def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
     right += [("(1,250)", "#### (1,250)"), ("[1,250]", "#### [1,250]")]
     right += [("1,100,1000", "#### 1,100,1000"), ("1250.75", "#### $1,250.75")]
     right += [("5", "#### Step 1\nAdd.\n#### Step 2\nSo $\\boxed{5}$.")]
+    right += [("2, 3", r"So $x=\boxed{2}$ or $x=\boxed{3}$."), ("7", r"\boxed{\boxed{7}}")]
     wrong = [
         ("1", True),
         ("True", True),
@@ -120,9 +122,14 @@ def test_a_right_answer_of_another_type_or_form(verifier: Verifier) -> None:
         ("24", solution + "72"),
         ("35", solution + "3, 5"),
     ]
+    wrong += [("3", r"$x=\boxed{2}$ or $x=\boxed{3}$"), ("5", r"5, so \boxed{}")]
     wrong += [("5", "####"), ("null", None), ("nan", float("nan"))]
     verdicts = verifier.are_correct((rf"\boxed{{{text}}}", gold) for text, gold in right + wrong)
     assert verdicts == [True] * len(right) + [False] * len(wrong)
+
+
+def test_a_reference_that_equals_nothing_is_no_answer() -> None:
+    assert [reference_answer(text) for text in ("x" * 1001, "5\0", "nan", "#### ")] == [""] * 4
 
 
 @pytest.mark.parametrize("answer", [True, None])
