@@ -4,12 +4,12 @@
     python inference/check_graders.py --input problems.jsonl --output-dir results/graders
     python inference/check_graders.py --pairs pairs.jsonl --output-dir results/graders
 
---data checks every task with a file there.  Maths: the reference in the prompt's form, and the
-reference solution in its own words where it has a box, each against its own answer and against the
-next problem's, where that is another text.  Code: the reference program, an empty one, a wrong one
-(functions of the right names that return nothing useful) and the next problem's.  --input takes
-files with problem, answer and solution, --pairs files with text, gold, right and kind.  Writes
-graders.json, with every wrong verdict, and graders.md into --output-dir.
+--data checks maths tasks and MBPP, as far as their files are there. Maths: the reference in the
+prompt's form, and the reference solution in its own words where it has a box, each against its own
+answer and against the next problem's, where that is another text. Code: the reference program, an
+empty one, a wrong one (functions of the right names that return nothing useful) and the next
+problem's. --input takes files with problem, answer and solution, --pairs files with text, gold,
+right and kind. Writes graders.json, with every wrong verdict, and graders.md into --output-dir.
 """
 
 from __future__ import annotations
@@ -267,7 +267,9 @@ def main() -> None:
         kinds = [check_pairs(each, verifier) for each in pairs]
     code = None if programs is None else check_code(programs)
     if not rows and code is None and not any(pairs):
-        raise ValueError("nothing was checked: the files of --data and --pairs hold no problem")
+        raise ValueError(
+            "nothing was checked: --data holds no file of a maths task or MBPP, and --pairs no pair"
+        )
     content = {"math": rows, "pairs": kinds, "code": code, "timeout": config.timeout}
     write_json(config.output_dir / "graders.json", {**content, **provenance()})
     page = grader_page(rows, kinds, code)

@@ -287,7 +287,8 @@ def step_rows(contenders: list[Contender], config: DecodeConfig) -> list[dict[st
         milliseconds = contender.milliseconds()
         quartiles = [milliseconds] * 3
         if len(contender.times) > 1:
-            quartiles = [1000 * part for part in statistics.quantiles(contender.times, n=4)]
+            parts = statistics.quantiles(contender.times, n=4, method="inclusive")
+            quartiles = [1000 * part for part in parts]
         row["ms_per_step"] = milliseconds
         row["ms_quartiles"] = [quartiles[0], quartiles[2]]
         row["steps"] = len(contender.times)

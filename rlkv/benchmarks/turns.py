@@ -274,7 +274,8 @@ class Contender:
                 break
             taken, output = timed(work, device)
             if index < COMPARED:
-                self.outputs.append(output.float().cpu())
+                self.outputs.append(output.cpu().float())
+            del output  # not next to the following one: peak bytes are those of a step
             if index == 0:
                 self.first_times.append(taken)
                 continue

@@ -325,10 +325,11 @@ def _as_arguments(
     return arguments
 
 
-def _at_home(argument: str) -> str:
-    """Replace ``~/`` at the begin of a value, which no shell does in YAML and behind ``=``."""
+def _at_home(argument: str, before: str = "") -> str:
+    """Replace ``~/`` at the begin of a path, which no shell does in YAML and behind ``=``."""
     option, equals, value = argument.partition("=") if argument[:2] == "--" else ("", "", argument)
-    return option + equals + (os.path.expanduser(value) if value[:2] == "~/" else value)
+    is_path = value[:2] == "~/" and "--prompt" not in (option, before)
+    return option + equals + (os.path.expanduser(value) if is_path else value)
 
 
 def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) -> list[str]:
@@ -338,7 +339,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
     """
     found: list[str] = []
     seen: set[str] = set()
-    rest = [_at_home(argument) for argument in arguments]
+    rest = list(map(_at_home, arguments, ["", *arguments]))
     while rest:
         argument = rest.pop(0)
         if argument in ("-h", "--help") or (takes_words and not argument.startswith("--")):

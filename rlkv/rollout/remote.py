@@ -564,6 +564,7 @@ class _Handler(BaseHTTPRequestHandler):
         made: dict[int, Sample] = {}
         with self.server.engine_lock:
             if self.server.version != gate_version(alpha_LH):
+                self.server.version = "none"  # if this fails, the next request sets them too
                 self.server.version = self.server.engine.set_gates(alpha_LH)
             # closed when the client is gone: the engine must be free when it asks again
             with closing(self.server.engine.sample(*asked)) as samples:  # type: ignore[type-var]

@@ -154,7 +154,9 @@ class VLLMEngine(RolloutEngine):
         """Give the engine's memory back; it cannot be used afterwards."""
         engine = self.llm.llm_engine
         parallel = engine.vllm_config.parallel_config
-        if parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+        is_here = hasattr(engine.engine_core, "engine_core")  # a process that ends empties itself
+        is_one = parallel.world_size == 1
+        if is_here and (is_one or parallel.distributed_executor_backend == "external_launcher"):
             engine.collective_rpc(_empty_model)
         engine.engine_core.shutdown()
 
@@ -182,6 +184,7 @@ class VLLMEngine(RolloutEngine):
         expected = self.gates().shape
         if alpha_LH.shape != expected:
             raise ValueError(f"the model has gates {list(expected)}, got {list(alpha_LH.shape)}")
+        self._version = "none"  # until all of it is done
         self._call_worker("rlkv_set_gates", alpha_LH.detach().float().cpu().tolist())
         self._drop_cached()
         self._version = gate_version(self.gates())
@@ -357,7 +360,7 @@ def _mixed_options(model: str, sizes: LocalSizes) -> dict[str, Any]:
             f"rlkv: {CHECK} compares what served models read, and knows no rollouts: leave it out"
         )
     return {
-        "additional_config": {MIXED_KEY: asdict(sizes)},
+        "additional_config": {KEY: None, MIXED_KEY: asdict(sizes)},
         "worker_extension_cls": "rlkv.vllm.models.GateWorker",
     }
 

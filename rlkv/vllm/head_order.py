@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.v1.worker.gpu_worker import Worker
+
+from rlkv.vllm.plugin import wrap_once
 
 _ATTENTION = re.compile(r"layers\.(\d+)\.(?:self_attn|attention|attn)\.(.+)$")
 _PROJECTION = re.compile(r"(qkv|[qkvo])_proj\.(\w+)$")
@@ -151,5 +154,16 @@ def _load_adapter(manager: Any, request: Any) -> Any:
     return adapter
 
 
+def _reload_weights(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    is_checkpoint = kwargs.get("is_checkpoint_format", args[2] if len(args) > 2 else True)
+    if not is_checkpoint and getattr(worker.model_runner.get_model(), "rlkv", None) is not None:
+        raise ValueError(
+            "rlkv: reload_weights with is_checkpoint_format=False writes weights as they are, not "
+            "in the order in which their heads are served: give them in the checkpoint's format"
+        )
+    stock(worker, *args, **kwargs)
+
+
 # the engine shows a model no adapter; here its tensors are whole, before ranks cut shards out
 WorkerLoRAManager._load_adapter = _load_adapter
+wrap_once(Worker, "reload_weights", _reload_weights)

@@ -162,11 +162,13 @@ def test_what_does_not_fit_is_noted_and_the_rest_is_measured() -> None:
     contenders = Steps(TOY, TOY.build_model(), 1, 128).contenders()
     contenders[0].begin = begin
     take_turns(contenders, TOY, 1)
+    contenders[2].times = [0.001, 0.006]
     theirs, static, ours, *_ = step_rows(contenders, TOY)
     assert theirs == {**contenders[0].facts, "note": "out of memory"}
     assert ours["speedup_over_dynamic_cache"] is None
     assert ours["kv_bytes_full"] == ENTRY * 4 * 128, "that of the cache that did not fit"
     assert static["speedup_over_sparsity_0"] > 0
+    assert ours["ms_quartiles"] == pytest.approx([2.25, 4.75]), "between the times"
 
 
 def test_another_error_is_not_taken_for_lack_of_memory() -> None:

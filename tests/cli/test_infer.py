@@ -18,6 +18,7 @@ import torch
 
 from rlkv import tiny
 from rlkv.cache import CacheSettings
+from rlkv.cli.app import parse
 from rlkv.cli.infer import DIM, NORMAL, ThinkingStream, main
 from rlkv.eviction import TOVA
 from rlkv.gates.allocation import HeadAllocation
@@ -29,6 +30,7 @@ from rlkv.rollout.base import NO_USAGE, Completion, SamplingParams, Usage
 from rlkv.tiny import problems
 from rlkv.utils.files import read_log, write_jsonl
 from rlkv.utils.store import recorded_of
+from tests.helpers.families import make_family
 from tests.helpers.gates import random_gates
 from tests.helpers.infer import infer
 from tests.helpers.models import build_tokenizer, make_tiny_model
@@ -92,6 +94,22 @@ def test_the_prompt_is_kept_if_the_gates_or_the_command_line_say_so(
         held, full = in_use(ask(*flags, *PROMPT)[1])
         tokens = full // (12 * ENTRY)
         assert held == 6 * (tokens + first + 6) * ENTRY
+
+
+def test_a_prompt_is_not_a_path() -> None:
+    for arguments in (["--prompt", "~/x: what is it?"], ["--prompt=~/x: what is it?"]):
+        config = parse(InferConfig, arguments=["--gates", "tiny", *arguments])
+        assert config.prompt == "~/x: what is it?"
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_a_policy_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_family("deepseek_v2").save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    words = ("--model", tmp_path, "--eviction", "rkv", "--budget", 64, *PROMPT)
+    assert exit_code(main, "rlkv-infer", *words) == 2
+    assert "latent attention" in capsys.readouterr().err
 
 
 # --- files

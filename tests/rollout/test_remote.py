@@ -90,6 +90,26 @@ ALL = {row: [row] for row in range(5)}
 # --- samples
 
 
+def test_gates_that_may_be_half_set_are_set_again() -> None:
+    engine = Scripted()
+    stock = engine.set_gates
+    tried = []
+
+    def fail_half_way(alpha_LH: torch.Tensor) -> str:
+        tried.append(stock(alpha_LH))
+        if tried[-1] == gate_version(ON):
+            raise RuntimeError("the prefix cache is in use")
+        return tried[-1]
+
+    engine.set_gates = fail_half_way  # type: ignore[method-assign]
+    with serving(engine) as servers:
+        assert tokens(client_of(*servers, gates=OFF)) == ALL
+        with pytest.raises(ValueError, match="prefix cache"):
+            tokens(client_of(*servers, gates=ON, patience=0.1))
+        assert tokens(client_of(*servers, gates=OFF)) == ALL
+    assert tried[0] == tried[-1] == gate_version(OFF)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_samples_over_http_are_the_engines(count: int) -> None:
     pytest.importorskip("peft")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from rlkv.attention import LocalSizes
 from rlkv.models.loading import load_tokenizer
 from rlkv.vllm.configuration import (
     OF_ANOTHER_MODEL,
@@ -24,7 +25,7 @@ from rlkv.vllm.configuration import (
     refuse_beams,
     rounding,
 )
-from rlkv.vllm.engine import ServingEngine
+from rlkv.vllm.engine import ServingEngine, _mixed_options
 from rlkv.vllm.settings import (
     DRAFTING,
     KEEPING,
@@ -398,6 +399,10 @@ def test_the_settings_are_resolved_once(llama: Served, monkeypatch: pytest.Monke
     full = tuple("".join("01"[one] for one in row) for row in llama.allocation(0.5).full.tolist())
     resolved = {"rlkv": {"full": full, **SINKS}}
     engine_config(llama, {"rlkv": None})
+    assert not guarded
+    with monkeypatch.context() as left:  # of a server; rollouts do not read it
+        left.setenv("RLKV_GATES", "left")
+        engine_config(llama, _mixed_options(str(llama.path), LocalSizes(2, 6))["additional_config"])
     assert not guarded
     engine_config(llama, resolved)
     assert set(guarded) == {"beams", "streams"}

@@ -83,8 +83,12 @@ CALLS = {
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": "self",
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": "method args",
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "lora_request",
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights": "self",
     "vllm.transformers_utils.repo_utils:is_mistral_model_repo": "model_name_or_path revision",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "self",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": (
+        "weights_iterator weights_path is_checkpoint_format"
+    ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model": "self",
 }
 # read or set by rlkv

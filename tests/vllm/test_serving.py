@@ -324,6 +324,13 @@ def test_adapters_of_what_does_not_move(
         serving.llm.llm_engine.add_lora(LoRARequest("wrong", 9, str(tmp_path)))
 
 
+@pytest.mark.engine("lora")
+def test_weights_that_are_written_as_they_are(serving: Serving) -> None:
+    asked = {"weights_iterator": iter(()), "is_checkpoint_format": False}
+    with pytest.raises(ValueError, match="reload_weights with is_checkpoint_format=False"):
+        serving.llm.llm_engine.collective_rpc("reload_weights", kwargs=asked)
+
+
 @pytest.mark.engine("stock")
 def test_unasked_the_model_stays_as_it_is(serving: Serving) -> None:
     (model,) = serving.llm.llm_engine.collective_rpc("get_model")
