@@ -398,7 +398,7 @@ def _checked(arguments: list[str], hints: Mapping[str, Any], takes_words: bool) 
 def _check_value(option: str, given: str, hint: Any) -> None:
     """Refuse in one sentence what is empty, not a choice or not a number; of lists, a part."""
     if not given.strip():
-        raise ValueError(f"{option} is empty: give a value, or leave it out")
+        raise ValueError(f"{option} has an empty value: give one, or leave the option out")
     kinds = _kinds(hint)
     if str in kinds or (types.NoneType in kinds and given == "None"):
         return

@@ -54,13 +54,16 @@ class _TextStream(TextStreamer):
         reader: Any = SimpleNamespace(decode=partial(completion_text, tokenizer))
         super().__init__(reader)
         self.on_text = on_text
+        self.line_end: list[int] = []
 
     def on_token(self, index: int, token: int) -> None:
         self.put(torch.tensor([token]))
         if not self.token_cache:  # after a line
             # a token of it stays: some tokenizers strip a space with which what they decode begins
-            self.token_cache = [token]
-            self.print_len = len(self.tokenizer.decode([token]))
+            if self.tokenizer.decode([token]):  # not a special one, which is left out
+                self.line_end = [token]
+            self.token_cache = list(self.line_end)
+            self.print_len = len(self.tokenizer.decode(self.line_end))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.on_text(text)

@@ -89,7 +89,7 @@ def test_options_that_are_on_or_off(arguments: list[str], values: tuple[bool, bo
         (["--part", "4"], "unknown --part '4': choose one of 1, 2"),
         (["--model", "a", "b"], "'b' is no option, and the value of none"),
         (["--model", "--fresh"], "--model needs a value: write --model=VALUE"),
-        (["--model="], "--model is empty"),
+        (["--model="], "--model has an empty value"),
         (["--limt", "3"], "unknown option --limt: did you mean --limit"),
         (["--no-limit", "3"], "--no-limit: --limit takes a value"),
         (["--config", "absent"], "--config needs a file or a packaged name"),

@@ -64,14 +64,15 @@ def test_the_end_of_thoughts_is_streamed_where_it_is_a_special_token() -> None:
 
 def test_lines_keep_their_first_space_where_texts_lose_theirs() -> None:
     words = {"<unk>": 0, "\u2581def": 1, "\n": 2, "\u2581\u2581return": 3, "\u25811": 4}
+    words["<sep>"] = 5
     whole = Tokenizer(WordLevel(words, unk_token="<unk>"))
     whole.decoder = decoders.Sequence(  # that of Llama 2
         [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", left=1)]
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, sep_token="<sep>")
     pieces: list[str] = []
     stream = _TextStream(tokenizer, pieces.append)
-    ids = [1, 2, 3, 4, 2, 2, 4]
+    ids = [1, 2, 3, 4, 2, 2, 5, 4]
     for token in ids:
         stream.on_token(0, token)
     stream.end()

@@ -143,7 +143,7 @@ def test_what_options_are_is_in_their_metadata() -> None:
         ("--num-generations None", "--num-generations needs a whole number, got 'None'"),
         ("--max-completion-length 0", "--max-completion-length must be at least 1"),
         ("--config tiny --num-train-epochs 1", "max_steps=100 would end.*--max-steps -1"),
-        ("--output-dir=", "output_dir is empty"),
+        ("--output-dir=", "--output-dir has an empty value"),
         ("--fp16", "mixed_precision must be no"),
         ("--vllm-gpu-memory-utilization 0.5", "vllm_gpu_memory_utilization=0.5 is for trl's own"),
         ("--model-init-kwargs {} ", "model_init_kwargs"),
@@ -208,6 +208,8 @@ def test_wrong_options_of_a_distillation_are_named(options: str, named: str) -> 
 
 
 def test_choices_are_checked_in_python_too() -> None:
+    with pytest.raises(ValueError, match="output_dir is empty"):
+        GateTrainingArguments(output_dir="", use_cpu=True)
     with pytest.raises(ValueError, match="data must be one of recall, traces, got 'books'"):
         DistillSettings(data="books")
 

@@ -46,7 +46,7 @@ def _letter(name: str) -> str:
 
 
 _STATED = re.compile(
-    r"(?i:(?<!\bif the )(?<!\bwhether the )(?<!other )(?<!wrong )(?<!incorrect )"
+    r"(?i:(?<!\bif the )(?<!\bwhether the )(?<!\bthe other )"
     r"\b(?:answer|option|choice|letter)\b"
     r"(?:,?\s+[a-z']{1,15},?){0,6}?"  # to this question
     r"\s{0,3}(?:\([^()\n]{0,40}\)\s{0,3})?"

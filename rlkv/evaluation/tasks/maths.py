@@ -29,7 +29,7 @@ def parse_math(row: dict[str, Any], where: str, text: Sequence[str]) -> ParsedRo
     reference = first_text(row, ("answer", "Answer"), where)
     answer = reference_answer(reference)
     if not problem.strip() or not answer:
-        raise ValueError(f"{where}: the problem or its answer is empty")
+        raise ValueError(f"{where}: the problem is empty, or no output can equal its answer")
     solution = first_text(row, ("solution", "Solution"), where, default="")
     if not solution and reference.strip() != answer:
         solution = reference

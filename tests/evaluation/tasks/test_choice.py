@@ -63,7 +63,8 @@ D The answer is B. On reflection: \boxed{D}
 D The answer is not (B) but (D).
 C Answer: C, A is wrong because it is slow.
 C The answer is C. The other option is B.
-C The answer is C. The wrong answer is B.
+B A, C and D are right. The incorrect option is B.
+D It is not A, B or C. Hence the only other option is D.
 C <think>The answer is A. No, the answer is B.</think>\n\nAnswer: C
 C The answer is B. </think> Answer: C
 - <think> B. </think> So <think> The answer is B. Wait
