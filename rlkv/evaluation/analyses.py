@@ -200,8 +200,7 @@ def sweep(study: Study, task: str, page: Page) -> Metrics:
     )
     path = plot_curves(study.plot_file("sweep", task), panel)
     page.picture(path, f"{task}: greedy accuracy against sparsity, 95% intervals.")
-    if study.published:
-        write_published(page, study.published, task)
+    write_published(page, study.published, task)
     return numbers
 
 

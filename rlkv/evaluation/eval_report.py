@@ -32,7 +32,7 @@ from rlkv.evaluation.metrics import (
     sign_test,
     smallest_provable_difference,
 )
-from rlkv.evaluation.published import write_published
+from rlkv.evaluation.published import published_name, write_published
 from rlkv.evaluation.report import (
     FIXED_STYLES,
     FULL_CACHE,
@@ -341,9 +341,7 @@ def _write_task(
         if "versus_baseline" in summary:
             against_baseline.append({**summary, **summary["versus_baseline"]})
     _write_paired(page, config["baseline"], against_baseline)
-    data = config.get("data")
-    if data is None or Path(data).is_dir():  # a file may hold any problems
-        write_published(page, config["model"], task)
+    write_published(page, published_name(config["model"], config.get("data")), task)
     caption = MODE_CAPTION
     if first["samples"] > 1:
         caption += " Sample i of a problem is paired with the full cache's sample i: another text."

@@ -55,8 +55,13 @@ def find_published(model: str, task: str, metric: str = "accuracy") -> list[Publ
     return found
 
 
-def published_name(model: str) -> str | None:
-    """Return the model of the papers whose name ends as this one (a hub id or a folder) does."""
+def published_name(model: str, data: str | Path | None) -> str | None:
+    """Return the model of the papers whose name ends as this one (a hub id or a folder) does.
+
+    None where ``data`` is a file: it may hold any problems.
+    """
+    if data is not None and not Path(data).is_dir():
+        return None
     last = model.rstrip("/").rpartition("/")[2].lower()
     for table in published_tables()["tables"]:
         if table["model"].rpartition("/")[2].lower() == last:
@@ -64,9 +69,11 @@ def published_name(model: str) -> str | None:
     return None
 
 
-def write_published(page: Page, model: str, task: str) -> None:
-    """Add the published accuracies of a model on a task, if there are any, marked as such."""
-    name = published_name(model)
+def write_published(page: Page, name: str | None, task: str) -> None:
+    """Add the published accuracies of a model on a task, if there are any, marked as such.
+
+    name: of :func:`published_name`.
+    """
     numbers = find_published(name, task) if name else []
     if not numbers:
         return

@@ -498,8 +498,6 @@ def load_study(config: StudyConfig) -> Study:
         settings[task.name] = RunSettings(
             cache, sampling, batch_size=config.batch_size, rule=config.rule
         )
-    # a file may hold any problems
-    own_problems = config.data is not None and not config.data.is_dir()
     return Study(
         config=config,
         model=model,
@@ -509,7 +507,7 @@ def load_study(config: StudyConfig) -> Study:
         policies=policies,
         top_heads=top_heads(config.top_heads, methods[0].num_heads),
         truth=truth,
-        published=None if own_problems else published_name(config.model),
+        published=published_name(config.model, config.data),
         problems=problems,
         settings=settings,
     )

@@ -143,11 +143,8 @@ class HeadOrder:
         return order
 
 
-_load_stock_adapter = WorkerLoRAManager._load_adapter
-
-
-def _load_adapter(manager: Any, request: Any) -> Any:
-    adapter = _load_stock_adapter(manager, request)
+def _load_adapter(stock: Any, manager: Any, request: Any) -> Any:
+    adapter = stock(manager, request)
     order = getattr(manager._adapter_manager.model, "rlkv", None)
     if order is not None:
         order.reorder_adapter(adapter)
@@ -165,5 +162,5 @@ def _reload_weights(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
 
 
 # the engine shows a model no adapter; here its tensors are whole, before ranks cut shards out
-WorkerLoRAManager._load_adapter = _load_adapter
+wrap_once(WorkerLoRAManager, "_load_adapter", _load_adapter)
 wrap_once(Worker, "reload_weights", _reload_weights)

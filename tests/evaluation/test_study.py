@@ -15,9 +15,11 @@ from rlkv.cache import CacheSettings
 from rlkv.evaluation import study as module
 from rlkv.evaluation.decoders import TransformersDecoder
 from rlkv.evaluation.measurements import Condition
+from rlkv.evaluation.published import published_name
 from rlkv.evaluation.study import Study, StudyConfig, load_study, policy_templates, top_heads
 from rlkv.gates.allocation import HeadAllocation
 from rlkv.gates.head_gates import HeadGates
+from rlkv.models.builtin import TINY_FOLDER
 from rlkv.models.layout import Layout
 from rlkv.utils import progress
 from rlkv.utils.progress import progress_bar
@@ -79,14 +81,16 @@ def test_gates_that_keep_other_sizes_are_refused(inputs: Path, tmp_path: Path) -
 
 
 def test_published_numbers_are_not_shown_next_to_problems_of_a_file(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "published_name", lambda name: "a published model")
-    given = config_of(inputs, tmp_path)
+    published = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    model = tmp_path / "DeepSeek-R1-Distill-Llama-8B"
+    model.symlink_to(TINY_FOLDER)
+    given = replace(config_of(inputs, tmp_path), model=str(model))
     assert given.data is not None
     assert given.data.is_file()
     assert load_study(given).published is None
-    assert load_study(replace(given, data=None)).published == "a published model"
+    assert published_name(str(model), None) == published_name(str(model), tmp_path) == published
 
 
 def study_of(family: str, inputs: Path, folder: Path, *analyses: str) -> Study:
